@@ -1,0 +1,1 @@
+"""Generated messages and services of the package kvc.v1; regenerate with `make protos`."""
