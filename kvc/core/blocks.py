@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from array import array
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -125,68 +124,51 @@ def resident_blocks(chain: array[int], resident: Container[int]) -> int:
     return low
 
 
-@dataclass(slots=True)
-class _Known:
-    """Last prompt of a session: its chain and the digest of the bytes the chain covers."""
-
-    chain: array[int]
-    digest: bytes
-
-
-@dataclass(slots=True)
-class ChainCache:
-    """Chains of live sessions, least recently used first out, bounded in bytes.
-
-    A turn that only appends costs one digest of the old prompt (tens of microseconds per 100k tokens) and the hashes of the new
-    blocks; a rewritten prompt is hashed anew.
-
-    Attributes:
-        block_tokens: tokens a block.
-        seed: chain_seed.
-        max_bytes: cap on the bytes held, `entry_bytes` counted for each session.
-        held_bytes: bytes held now.
+class PrefixDigests:
+    """Recognises prompts that only append, so that a turn costs one digest of the old prompt (tens of microseconds per 100k tokens)
+    and the hashes of its new blocks. Holds 16 bytes a session; the chains themselves live in kvc.core.forest.
     """
 
-    block_tokens: int
-    seed: int
-    max_bytes: int = 256 * 1024 * 1024
-    entry_bytes: int = 400
-    held_bytes: int = 0
-    _known: dict[str, _Known] = field(default_factory=dict)
+    def __init__(self, block_tokens: int, seed: int, max_sessions: int = 200_000) -> None:
+        """Starts empty.
 
-    def chain(self, session_id: str, tokens: bytes) -> array[int]:
-        """The chain of a session's new prompt. The result is shared with the cache: callers do not mutate it."""
-        known = self._known.pop(session_id, None)
-        covered = 0
-        if known is not None:
-            self.held_bytes -= self._cost(known)
-            covered = len(known.chain) * self.block_tokens * TOKEN_BYTES
-        if known is not None and covered <= len(tokens) and xxhash.xxh3_128_digest(memoryview(tokens)[:covered]) == known.digest:
-            # A turn in flight may still hold the old array: extend a copy (a memcpy of 8 bytes a block).
-            chain = known.chain[:]
-            extend_chain(chain, tokens, self.block_tokens, self.seed)
-        else:
-            chain = hash_chain(tokens, self.block_tokens, self.seed)
-        covered = len(chain) * self.block_tokens * TOKEN_BYTES
-        self._keep(session_id, _Known(chain, xxhash.xxh3_128_digest(memoryview(tokens)[:covered])))
-        return chain
+        Args:
+            block_tokens: tokens a block.
+            seed: chain_seed.
+            max_sessions: least recently used sessions beyond this are forgotten and hashed anew when they return.
+        """
+        self.block_tokens = block_tokens
+        self.seed = seed
+        self.max_sessions = max_sessions
+        self._digest: dict[str, tuple[int, bytes]] = {}
+
+    def chain(self, session_id: str, tokens: bytes, previous: array[int] | None) -> array[int]:
+        """The chain of a session's new prompt.
+
+        Args:
+            session_id: the session.
+            tokens: the whole prompt, packed.
+            previous: the session's chain so far, which is extended in place when the prompt only appends; None when unknown.
+        """
+        covered, digest = self._digest.pop(session_id, (0, b""))
+        if previous is None or covered != len(previous) or not self._covers(tokens, covered, digest):
+            previous = array("Q")
+        extend_chain(previous, tokens, self.block_tokens, self.seed)
+        self._digest[session_id] = (len(previous), self._digest_of(tokens, len(previous)))
+        if len(self._digest) > self.max_sessions:
+            del self._digest[next(iter(self._digest))]
+        return previous
 
     def forget(self, session_id: str) -> None:
-        """Drops a session. Mutates; unknown sessions are fine."""
-        known = self._known.pop(session_id, None)
-        if known is not None:
-            self.held_bytes -= self._cost(known)
+        """Drops a session; an unknown one is fine."""
+        self._digest.pop(session_id, None)
 
     def __len__(self) -> int:
-        """Sessions held."""
-        return len(self._known)
+        """Sessions known."""
+        return len(self._digest)
 
-    def _keep(self, session_id: str, known: _Known) -> None:
-        self._known[session_id] = known
-        self.held_bytes += self._cost(known)
-        while self.held_bytes > self.max_bytes and len(self._known) > 1:
-            oldest = next(iter(self._known))
-            self.held_bytes -= self._cost(self._known.pop(oldest))
+    def _covers(self, tokens: bytes, blocks: int, digest: bytes) -> bool:
+        return blocks * self.block_tokens * TOKEN_BYTES <= len(tokens) and self._digest_of(tokens, blocks) == digest
 
-    def _cost(self, known: _Known) -> int:
-        return len(known.chain) * HASH_BYTES + self.entry_bytes
+    def _digest_of(self, tokens: bytes, blocks: int) -> bytes:
+        return xxhash.xxh3_128_digest(memoryview(tokens)[: blocks * self.block_tokens * TOKEN_BYTES])
