@@ -27,7 +27,10 @@ class Hello(Struct, tag="hello"):
 
 
 class Welcome(Struct, tag="welcome"):
-    """What the engine is. Fields as in kvc.core.types.WorkerInfo; speeds in tokens per second."""
+    """What the engine is. Fields as in kvc.core.types.WorkerInfo; speeds in tokens per second.
+
+    `block_tokens` is the size of the blocks whose hashes the engine takes in `Admit`; 0 when it does not say.
+    """
 
     version: int
     worker_id: str
@@ -44,6 +47,7 @@ class Welcome(Struct, tag="welcome"):
     transfer_tokens_per_s: float
     hash_seed: int
     capabilities: list[str]
+    block_tokens: int = 0
 
 
 class Offer(Struct):

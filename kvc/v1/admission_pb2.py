@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvc.v1 import types_pb2 as kvc_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvc/v1/admission.proto\x12\x06kvc.v1\x1a\x12kvc/v1/types.proto\"\xa9\x01\n\x0c\x41\x64mitRequest\x12 \n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x0f.kvc.v1.Attempt\x12!\n\x06worker\x18\x02 \x01(\x0b\x32\x11.kvc.v1.WorkerRef\x12\x1a\n\x04turn\x18\x03 \x01(\x0b\x32\x0c.kvc.v1.Turn\x12#\n\x05offer\x18\x04 \x01(\x0b\x32\x14.kvc.v1.PrefillOffer\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x05 \x01(\r\"\xcd\x01\n\rAdmitResponse\x12 \n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x0f.kvc.v1.Attempt\x12!\n\x06worker\x18\x02 \x01(\x0b\x32\x11.kvc.v1.WorkerRef\x12&\n\tadmission\x18\x03 \x01(\x0b\x32\x11.kvc.v1.AdmissionH\x00\x12&\n\trejection\x18\x04 \x01(\x0b\x32\x11.kvc.v1.RejectionH\x00\x12\x1c\n\x05\x66\x61\x63ts\x18\x05 \x01(\x0b\x32\r.kvc.v1.FactsB\t\n\x07outcome\"d\n\x12\x41\x64mitStreamRequest\x12$\n\x06\x61\x64mits\x18\x01 \x03(\x0b\x32\x14.kvc.v1.AdmitRequest\x12(\n\x08releases\x18\x02 \x03(\x0b\x32\x16.kvc.v1.ReleaseRequest\"A\n\x13\x41\x64mitStreamResponse\x12*\n\x07results\x18\x01 \x03(\x0b\x32\x19.kvc.v1.AdmitStreamResult\"\x90\x01\n\x11\x41\x64mitStreamResult\x12 \n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x0f.kvc.v1.Attempt\x12)\n\x08response\x18\x02 \x01(\x0b\x32\x15.kvc.v1.AdmitResponseH\x00\x12$\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x13.kvc.v1.StreamErrorH\x00\x42\x08\n\x06result\"K\n\x0bStreamError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\r\n\x05\x66ield\x18\x04 \x01(\t\"e\n\x0eReleaseRequest\x12 \n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x0f.kvc.v1.Attempt\x12!\n\x06worker\x18\x02 \x01(\x0b\x32\x11.kvc.v1.WorkerRef\x12\x0e\n\x06ticket\x18\x03 \x01(\t\"#\n\x0fReleaseResponse\x12\x10\n\x08released\x18\x01 \x01(\x08\"=\n\'AdmissionServiceGetSessionStatusRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x87\x01\n(AdmissionServiceGetSessionStatusResponse\x12!\n\x06worker\x18\x01 \x01(\x0b\x32\x11.kvc.v1.WorkerRef\x12)\n\x07session\x18\x02 \x01(\x0b\x32\x18.kvc.v1.SessionResidency\x12\r\n\x05known\x18\x03 \x01(\x08\"{\n\x10SessionResidency\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x18\n\x10\x63ommitted_tokens\x18\x02 \x01(\r\x12\x17\n\x0fresident_tokens\x18\x03 \x01(\r\x12\x12\n\ngeneration\x18\x04 \x01(\r\x12\x0c\n\x04\x62usy\x18\x05 \x01(\x08\"$\n\x13ListSessionsRequest\x12\r\n\x05limit\x18\x01 \x01(\r\"t\n\x14ListSessionsResponse\x12!\n\x06worker\x18\x01 \x01(\x0b\x32\x11.kvc.v1.WorkerRef\x12*\n\x08sessions\x18\x02 \x03(\x0b\x32\x18.kvc.v1.SessionResidency\x12\r\n\x05total\x18\x03 \x01(\r\")\n\x15WatchResidencyRequest\x12\x10\n\x08\x66ollower\x18\x01 \x01(\t\"\xd2\x01\n\x16WatchResidencyResponse\x12!\n\x06worker\x18\x01 \x01(\x0b\x32\x11.kvc.v1.WorkerRef\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12-\n\x08snapshot\x18\x03 \x01(\x0b\x32\x19.kvc.v1.ResidencySnapshotH\x00\x12\'\n\x05\x64\x65lta\x18\x04 \x01(\x0b\x32\x16.kvc.v1.ResidencyDeltaH\x00\x12\"\n\x04load\x18\x05 \x01(\x0b\x32\x12.kvc.v1.WorkerLoadH\x00\x42\x07\n\x05\x65vent\"7\n\x11ResidencySnapshot\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x01(\x0c\x12\x0c\n\x04more\x18\x02 \x01(\x08\"B\n\x0eResidencyDelta\x12\x0e\n\x06stored\x18\x01 \x01(\x0c\x12\x0f\n\x07removed\x18\x02 \x01(\x0c\x12\x0f\n\x07\x63leared\x18\x03 \x01(\x08\"\x12\n\x10GetWorkerRequest\"W\n\x11GetWorkerResponse\x12 \n\x04info\x18\x01 \x01(\x0b\x32\x12.kvc.v1.WorkerInfo\x12 \n\x04load\x18\x02 \x01(\x0b\x32\x12.kvc.v1.WorkerLoad2\xa7\x04\n\x10\x41\x64missionService\x12\x34\n\x05\x41\x64mit\x12\x14.kvc.v1.AdmitRequest\x1a\x15.kvc.v1.AdmitResponse\x12J\n\x0b\x41\x64mitStream\x12\x1a.kvc.v1.AdmitStreamRequest\x1a\x1b.kvc.v1.AdmitStreamResponse(\x01\x30\x01\x12:\n\x07Release\x12\x16.kvc.v1.ReleaseRequest\x1a\x17.kvc.v1.ReleaseResponse\x12u\n\x10GetSessionStatus\x12/.kvc.v1.AdmissionServiceGetSessionStatusRequest\x1a\x30.kvc.v1.AdmissionServiceGetSessionStatusResponse\x12I\n\x0cListSessions\x12\x1b.kvc.v1.ListSessionsRequest\x1a\x1c.kvc.v1.ListSessionsResponse\x12Q\n\x0eWatchResidency\x12\x1d.kvc.v1.WatchResidencyRequest\x1a\x1e.kvc.v1.WatchResidencyResponse0\x01\x12@\n\tGetWorker\x12\x18.kvc.v1.GetWorkerRequest\x1a\x19.kvc.v1.GetWorkerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvc/v1/admission.proto\x12\x06kvc.v1\x1a\x12kvc/v1/types.proto\"\xbe\x01\n\x0c\x41\x64mitRequest\x12 \n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x0f.kvc.v1.Attempt\x12!\n\x06worker\x18\x02 \x01(\x0b\x32\x11.kvc.v1.WorkerRef\x12\x1a\n\x04turn\x18\x03 \x01(\x0b\x32\x0c.kvc.v1.Turn\x12#\n\x05offer\x18\x04 \x01(\x0b\x32\x14.kvc.v1.PrefillOffer\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x05 \x01(\r\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\"\xcd\x01\n\rAdmitResponse\x12 \n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x0f.kvc.v1.Attempt\x12!\n\x06worker\x18\x02 \x01(\x0b\x32\x11.kvc.v1.WorkerRef\x12&\n\tadmission\x18\x03 \x01(\x0b\x32\x11.kvc.v1.AdmissionH\x00\x12&\n\trejection\x18\x04 \x01(\x0b\x32\x11.kvc.v1.RejectionH\x00\x12\x1c\n\x05\x66\x61\x63ts\x18\x05 \x01(\x0b\x32\r.kvc.v1.FactsB\t\n\x07outcome\"d\n\x12\x41\x64mitStreamRequest\x12$\n\x06\x61\x64mits\x18\x01 \x03(\x0b\x32\x14.kvc.v1.AdmitRequest\x12(\n\x08releases\x18\x02 \x03(\x0b\x32\x16.kvc.v1.ReleaseRequest\"A\n\x13\x41\x64mitStreamResponse\x12*\n\x07results\x18\x01 \x03(\x0b\x32\x19.kvc.v1.AdmitStreamResult\"\x90\x01\n\x11\x41\x64mitStreamResult\x12 \n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x0f.kvc.v1.Attempt\x12)\n\x08response\x18\x02 \x01(\x0b\x32\x15.kvc.v1.AdmitResponseH\x00\x12$\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x13.kvc.v1.StreamErrorH\x00\x42\x08\n\x06result\"K\n\x0bStreamError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\r\n\x05\x66ield\x18\x04 \x01(\t\"e\n\x0eReleaseRequest\x12 \n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x0f.kvc.v1.Attempt\x12!\n\x06worker\x18\x02 \x01(\x0b\x32\x11.kvc.v1.WorkerRef\x12\x0e\n\x06ticket\x18\x03 \x01(\t\"#\n\x0fReleaseResponse\x12\x10\n\x08released\x18\x01 \x01(\x08\"=\n\'AdmissionServiceGetSessionStatusRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x87\x01\n(AdmissionServiceGetSessionStatusResponse\x12!\n\x06worker\x18\x01 \x01(\x0b\x32\x11.kvc.v1.WorkerRef\x12)\n\x07session\x18\x02 \x01(\x0b\x32\x18.kvc.v1.SessionResidency\x12\r\n\x05known\x18\x03 \x01(\x08\"{\n\x10SessionResidency\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x18\n\x10\x63ommitted_tokens\x18\x02 \x01(\r\x12\x17\n\x0fresident_tokens\x18\x03 \x01(\r\x12\x12\n\ngeneration\x18\x04 \x01(\r\x12\x0c\n\x04\x62usy\x18\x05 \x01(\x08\"$\n\x13ListSessionsRequest\x12\r\n\x05limit\x18\x01 \x01(\r\"t\n\x14ListSessionsResponse\x12!\n\x06worker\x18\x01 \x01(\x0b\x32\x11.kvc.v1.WorkerRef\x12*\n\x08sessions\x18\x02 \x03(\x0b\x32\x18.kvc.v1.SessionResidency\x12\r\n\x05total\x18\x03 \x01(\r\")\n\x15WatchResidencyRequest\x12\x10\n\x08\x66ollower\x18\x01 \x01(\t\"\xd2\x01\n\x16WatchResidencyResponse\x12!\n\x06worker\x18\x01 \x01(\x0b\x32\x11.kvc.v1.WorkerRef\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12-\n\x08snapshot\x18\x03 \x01(\x0b\x32\x19.kvc.v1.ResidencySnapshotH\x00\x12\'\n\x05\x64\x65lta\x18\x04 \x01(\x0b\x32\x16.kvc.v1.ResidencyDeltaH\x00\x12\"\n\x04load\x18\x05 \x01(\x0b\x32\x12.kvc.v1.WorkerLoadH\x00\x42\x07\n\x05\x65vent\"7\n\x11ResidencySnapshot\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x01(\x0c\x12\x0c\n\x04more\x18\x02 \x01(\x08\"B\n\x0eResidencyDelta\x12\x0e\n\x06stored\x18\x01 \x01(\x0c\x12\x0f\n\x07removed\x18\x02 \x01(\x0c\x12\x0f\n\x07\x63leared\x18\x03 \x01(\x08\"\x12\n\x10GetWorkerRequest\"W\n\x11GetWorkerResponse\x12 \n\x04info\x18\x01 \x01(\x0b\x32\x12.kvc.v1.WorkerInfo\x12 \n\x04load\x18\x02 \x01(\x0b\x32\x12.kvc.v1.WorkerLoad2\xa7\x04\n\x10\x41\x64missionService\x12\x34\n\x05\x41\x64mit\x12\x14.kvc.v1.AdmitRequest\x1a\x15.kvc.v1.AdmitResponse\x12J\n\x0b\x41\x64mitStream\x12\x1a.kvc.v1.AdmitStreamRequest\x1a\x1b.kvc.v1.AdmitStreamResponse(\x01\x30\x01\x12:\n\x07Release\x12\x16.kvc.v1.ReleaseRequest\x1a\x17.kvc.v1.ReleaseResponse\x12u\n\x10GetSessionStatus\x12/.kvc.v1.AdmissionServiceGetSessionStatusRequest\x1a\x30.kvc.v1.AdmissionServiceGetSessionStatusResponse\x12I\n\x0cListSessions\x12\x1b.kvc.v1.ListSessionsRequest\x1a\x1c.kvc.v1.ListSessionsResponse\x12Q\n\x0eWatchResidency\x12\x1d.kvc.v1.WatchResidencyRequest\x1a\x1e.kvc.v1.WatchResidencyResponse0\x01\x12@\n\tGetWorker\x12\x18.kvc.v1.GetWorkerRequest\x1a\x19.kvc.v1.GetWorkerResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,43 +33,43 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvc.v1.admission_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ADMITREQUEST']._serialized_start=55
-  _globals['_ADMITREQUEST']._serialized_end=224
-  _globals['_ADMITRESPONSE']._serialized_start=227
-  _globals['_ADMITRESPONSE']._serialized_end=432
-  _globals['_ADMITSTREAMREQUEST']._serialized_start=434
-  _globals['_ADMITSTREAMREQUEST']._serialized_end=534
-  _globals['_ADMITSTREAMRESPONSE']._serialized_start=536
-  _globals['_ADMITSTREAMRESPONSE']._serialized_end=601
-  _globals['_ADMITSTREAMRESULT']._serialized_start=604
-  _globals['_ADMITSTREAMRESULT']._serialized_end=748
-  _globals['_STREAMERROR']._serialized_start=750
-  _globals['_STREAMERROR']._serialized_end=825
-  _globals['_RELEASEREQUEST']._serialized_start=827
-  _globals['_RELEASEREQUEST']._serialized_end=928
-  _globals['_RELEASERESPONSE']._serialized_start=930
-  _globals['_RELEASERESPONSE']._serialized_end=965
-  _globals['_ADMISSIONSERVICEGETSESSIONSTATUSREQUEST']._serialized_start=967
-  _globals['_ADMISSIONSERVICEGETSESSIONSTATUSREQUEST']._serialized_end=1028
-  _globals['_ADMISSIONSERVICEGETSESSIONSTATUSRESPONSE']._serialized_start=1031
-  _globals['_ADMISSIONSERVICEGETSESSIONSTATUSRESPONSE']._serialized_end=1166
-  _globals['_SESSIONRESIDENCY']._serialized_start=1168
-  _globals['_SESSIONRESIDENCY']._serialized_end=1291
-  _globals['_LISTSESSIONSREQUEST']._serialized_start=1293
-  _globals['_LISTSESSIONSREQUEST']._serialized_end=1329
-  _globals['_LISTSESSIONSRESPONSE']._serialized_start=1331
-  _globals['_LISTSESSIONSRESPONSE']._serialized_end=1447
-  _globals['_WATCHRESIDENCYREQUEST']._serialized_start=1449
-  _globals['_WATCHRESIDENCYREQUEST']._serialized_end=1490
-  _globals['_WATCHRESIDENCYRESPONSE']._serialized_start=1493
-  _globals['_WATCHRESIDENCYRESPONSE']._serialized_end=1703
-  _globals['_RESIDENCYSNAPSHOT']._serialized_start=1705
-  _globals['_RESIDENCYSNAPSHOT']._serialized_end=1760
-  _globals['_RESIDENCYDELTA']._serialized_start=1762
-  _globals['_RESIDENCYDELTA']._serialized_end=1828
-  _globals['_GETWORKERREQUEST']._serialized_start=1830
-  _globals['_GETWORKERREQUEST']._serialized_end=1848
-  _globals['_GETWORKERRESPONSE']._serialized_start=1850
-  _globals['_GETWORKERRESPONSE']._serialized_end=1937
-  _globals['_ADMISSIONSERVICE']._serialized_start=1940
-  _globals['_ADMISSIONSERVICE']._serialized_end=2491
+  _globals['_ADMITREQUEST']._serialized_end=245
+  _globals['_ADMITRESPONSE']._serialized_start=248
+  _globals['_ADMITRESPONSE']._serialized_end=453
+  _globals['_ADMITSTREAMREQUEST']._serialized_start=455
+  _globals['_ADMITSTREAMREQUEST']._serialized_end=555
+  _globals['_ADMITSTREAMRESPONSE']._serialized_start=557
+  _globals['_ADMITSTREAMRESPONSE']._serialized_end=622
+  _globals['_ADMITSTREAMRESULT']._serialized_start=625
+  _globals['_ADMITSTREAMRESULT']._serialized_end=769
+  _globals['_STREAMERROR']._serialized_start=771
+  _globals['_STREAMERROR']._serialized_end=846
+  _globals['_RELEASEREQUEST']._serialized_start=848
+  _globals['_RELEASEREQUEST']._serialized_end=949
+  _globals['_RELEASERESPONSE']._serialized_start=951
+  _globals['_RELEASERESPONSE']._serialized_end=986
+  _globals['_ADMISSIONSERVICEGETSESSIONSTATUSREQUEST']._serialized_start=988
+  _globals['_ADMISSIONSERVICEGETSESSIONSTATUSREQUEST']._serialized_end=1049
+  _globals['_ADMISSIONSERVICEGETSESSIONSTATUSRESPONSE']._serialized_start=1052
+  _globals['_ADMISSIONSERVICEGETSESSIONSTATUSRESPONSE']._serialized_end=1187
+  _globals['_SESSIONRESIDENCY']._serialized_start=1189
+  _globals['_SESSIONRESIDENCY']._serialized_end=1312
+  _globals['_LISTSESSIONSREQUEST']._serialized_start=1314
+  _globals['_LISTSESSIONSREQUEST']._serialized_end=1350
+  _globals['_LISTSESSIONSRESPONSE']._serialized_start=1352
+  _globals['_LISTSESSIONSRESPONSE']._serialized_end=1468
+  _globals['_WATCHRESIDENCYREQUEST']._serialized_start=1470
+  _globals['_WATCHRESIDENCYREQUEST']._serialized_end=1511
+  _globals['_WATCHRESIDENCYRESPONSE']._serialized_start=1514
+  _globals['_WATCHRESIDENCYRESPONSE']._serialized_end=1724
+  _globals['_RESIDENCYSNAPSHOT']._serialized_start=1726
+  _globals['_RESIDENCYSNAPSHOT']._serialized_end=1781
+  _globals['_RESIDENCYDELTA']._serialized_start=1783
+  _globals['_RESIDENCYDELTA']._serialized_end=1849
+  _globals['_GETWORKERREQUEST']._serialized_start=1851
+  _globals['_GETWORKERREQUEST']._serialized_end=1869
+  _globals['_GETWORKERRESPONSE']._serialized_start=1871
+  _globals['_GETWORKERRESPONSE']._serialized_end=1958
+  _globals['_ADMISSIONSERVICE']._serialized_start=1961
+  _globals['_ADMISSIONSERVICE']._serialized_end=2512
 # @@protoc_insertion_point(module_scope)

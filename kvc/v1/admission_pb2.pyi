@@ -30,8 +30,11 @@ class AdmitRequest(_message.Message):
     TURN_FIELD_NUMBER: _builtins.int
     OFFER_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     deadline_ms: _builtins.int
     """Milliseconds the caller will wait, counted from receipt; 0 = the agent's default; at most 60000."""
+    traceparent: _builtins.str
+    """W3C traceparent of the caller's span, for calls on AdmitStream; at most 64 bytes; empty: none, or sent as metadata."""
     @_builtins.property
     def attempt(self) -> _types_pb2.Attempt:
         """Which try of which request."""
@@ -56,10 +59,11 @@ class AdmitRequest(_message.Message):
         turn: _types_pb2.Turn | None = ...,
         offer: _types_pb2.PrefillOffer | None = ...,
         deadline_ms: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "offer", b"offer", "turn", b"turn", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "deadline_ms", b"deadline_ms", "offer", b"offer", "turn", b"turn", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "deadline_ms", b"deadline_ms", "offer", b"offer", "traceparent", b"traceparent", "turn", b"turn", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

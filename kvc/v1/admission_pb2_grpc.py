@@ -112,7 +112,8 @@ class AdmissionServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchResidency(self, request, context):
-        """Residency: one snapshot, then contiguous deltas of the same epoch. A new epoch starts with a new snapshot.
+        """Residency: a snapshot, then contiguous deltas of the same epoch. Another snapshot may come at any time (a new epoch, a gap in the
+        engine's events, a follower that is too slow) and replaces all that was known. Ends with UNAVAILABLE when the engine is away.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

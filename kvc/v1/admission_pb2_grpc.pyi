@@ -44,7 +44,9 @@ class AdmissionServiceStub:
     ListSessions: _grpc.UnaryUnaryMultiCallable[_admission_pb2.ListSessionsRequest, _admission_pb2.ListSessionsResponse]
     """The sessions the worker has KV of."""
     WatchResidency: _grpc.UnaryStreamMultiCallable[_admission_pb2.WatchResidencyRequest, _admission_pb2.WatchResidencyResponse]
-    """Residency: one snapshot, then contiguous deltas of the same epoch. A new epoch starts with a new snapshot."""
+    """Residency: a snapshot, then contiguous deltas of the same epoch. Another snapshot may come at any time (a new epoch, a gap in the
+    engine's events, a follower that is too slow) and replaces all that was known. Ends with UNAVAILABLE when the engine is away.
+    """
     GetWorker: _grpc.UnaryUnaryMultiCallable[_admission_pb2.GetWorkerRequest, _admission_pb2.GetWorkerResponse]
     """Describes the worker."""
 
@@ -64,7 +66,9 @@ class AdmissionServiceAsyncStub(AdmissionServiceStub):
     ListSessions: _aio.UnaryUnaryMultiCallable[_admission_pb2.ListSessionsRequest, _admission_pb2.ListSessionsResponse]  # type: ignore[assignment]
     """The sessions the worker has KV of."""
     WatchResidency: _aio.UnaryStreamMultiCallable[_admission_pb2.WatchResidencyRequest, _admission_pb2.WatchResidencyResponse]  # type: ignore[assignment]
-    """Residency: one snapshot, then contiguous deltas of the same epoch. A new epoch starts with a new snapshot."""
+    """Residency: a snapshot, then contiguous deltas of the same epoch. Another snapshot may come at any time (a new epoch, a gap in the
+    engine's events, a follower that is too slow) and replaces all that was known. Ends with UNAVAILABLE when the engine is away.
+    """
     GetWorker: _aio.UnaryUnaryMultiCallable[_admission_pb2.GetWorkerRequest, _admission_pb2.GetWorkerResponse]  # type: ignore[assignment]
     """Describes the worker."""
 
@@ -117,7 +121,9 @@ class AdmissionServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admission_pb2.WatchResidencyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_admission_pb2.WatchResidencyResponse], _abc.AsyncIterator[_admission_pb2.WatchResidencyResponse]]:
-        """Residency: one snapshot, then contiguous deltas of the same epoch. A new epoch starts with a new snapshot."""
+        """Residency: a snapshot, then contiguous deltas of the same epoch. Another snapshot may come at any time (a new epoch, a gap in the
+        engine's events, a follower that is too slow) and replaces all that was known. Ends with UNAVAILABLE when the engine is away.
+        """
 
     @_abc_1.abstractmethod
     def GetWorker(

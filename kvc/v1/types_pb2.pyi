@@ -219,6 +219,7 @@ class Turn(_message.Message):
     OUTPUT_RESERVE_TOKENS_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     KNOWN_SESSION_FIELD_NUMBER: _builtins.int
+    NEW_TOKENS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Session the turn belongs to, compared exactly; 1 to 256 bytes of UTF-8."""
     turn_index: _builtins.int
@@ -231,6 +232,8 @@ class Turn(_message.Message):
     """Chained hashes of the full blocks of the prompt, packed little-endian u64; at most 8 MiB + 64 bytes."""
     known_session: _builtins.bool
     """True when the router has served this session before: a miss is then a reseed, not a seed."""
+    new_tokens: _builtins.int
+    """Tokens added since the session's last turn, as the client sees it; 0 to input_tokens. Only the profile "paper" reads it."""
     def __init__(
         self,
         *,
@@ -240,10 +243,11 @@ class Turn(_message.Message):
         output_reserve_tokens: _builtins.int = ...,
         block_hashes: _builtins.bytes = ...,
         known_session: _builtins.bool = ...,
+        new_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "input_tokens", b"input_tokens", "known_session", b"known_session", "output_reserve_tokens", b"output_reserve_tokens", "session_id", b"session_id", "turn_index", b"turn_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "input_tokens", b"input_tokens", "known_session", b"known_session", "new_tokens", b"new_tokens", "output_reserve_tokens", b"output_reserve_tokens", "session_id", b"session_id", "turn_index", b"turn_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
