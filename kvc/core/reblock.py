@@ -2,7 +2,8 @@
 
 Engines report KV in their own pages (1, 16, 24, 64 tokens ...) under their own hashes; the mesh thinks in blocks of `block_tokens`
 tokens. A block is resident when every page that holds one of its tokens is. Removing a page removes the blocks that end in it and
-all descendants, so the set of resident blocks is always closed under prefixes.
+all descendants, so the set of resident blocks is always closed under prefixes. Two pages that part in their middle may both end the
+same block (24-token blocks in 64-token pages): the block stays until the last of them is gone.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Reblocker:
         self._seed = seed
         self._pages: dict[int, _Page] = {ROOT: _Page(ROOT, seed, b"", ())}
         self._page_of: dict[int, int] = {}
+        self._also_in: dict[int, list[int]] = {}
 
     def stored(self, page_hashes: Sequence[int], parent: int, token_ids: bytes) -> list[int]:
         """A run of pages became resident.
@@ -84,16 +86,14 @@ class Reblocker:
             if parent is not None:
                 parent.children.discard(page_hash)
             stack.extend(page.children)
-            for block in page.blocks:
-                if self._page_of.get(block) == page_hash:
-                    del self._page_of[block]
-                    gone.append(block)
+            gone += [block for block in page.blocks if self._leave(block, page_hash)]
         return gone
 
     def cleared(self) -> None:
         """Everything is gone."""
         self._pages = {ROOT: _Page(ROOT, self._seed, b"", ())}
         self._page_of = {}
+        self._also_in = {}
 
     def page_of(self, block: int) -> int:
         """The engine's hash of the page that holds the last token of a resident block.
@@ -127,6 +127,25 @@ class Reblocker:
             start += self._step
         self._pages[page_hash] = _Page(parent, chain, pending[start:], tuple(blocks))
         before.children.add(page_hash)
-        added = [block for block in blocks if block not in self._page_of]
-        self._page_of.update(dict.fromkeys(added, page_hash))
+        added: list[int] = []
+        for block in blocks:
+            if block in self._page_of:
+                self._also_in.setdefault(block, []).append(page_hash)
+            else:
+                self._page_of[block] = page_hash
+                added.append(block)
         return added
+
+    def _leave(self, block: int, page_hash: int) -> bool:
+        """Forgets that a block ends in a page; True when no other page holds it."""
+        others = self._also_in.get(block)
+        if others is None:
+            del self._page_of[block]
+            return True
+        if self._page_of[block] == page_hash:
+            self._page_of[block] = others.pop()
+        else:
+            others.remove(page_hash)
+        if not others:
+            del self._also_in[block]
+        return False
