@@ -103,6 +103,10 @@ class Forest:
             node = child
         return depth
 
+    def sessions(self) -> Iterator[str]:
+        """Sessions held, least recently updated first."""
+        return iter(self._leaf)
+
     def __len__(self) -> int:
         """Sessions held."""
         return len(self._leaf)

@@ -24,6 +24,7 @@ class Params:
         exclude_tried: R2: workers probed in this dispatch are no candidates.
         fallback: R3/R27: "room" (most free + evictable - queued), "rejects" (untried, fewest rejects, least inflight), "round_robin".
         reset_on_admit: R4, line 8 of Algorithm 3.
+        pin_on_admit: line 9 of Algorithm 3: an admission moves the pin; off: it only sets a missing pin, a completed turn moves it (R20).
         reset_on_complete: R4, section 3.4: a completed Direct turn clears every counter of the session.
         capacity: R7: "headroom" or the paper's "used" rule.
         reseed_large_append: R9: admit a large append as Reseed on the same worker.
@@ -58,6 +59,7 @@ class Params:
     fallback: Literal["room", "rejects", "round_robin"] = "room"
     reset_on_admit: bool = True
     reset_on_complete: bool = True
+    pin_on_admit: bool = False
     capacity: Literal["headroom", "used"] = "headroom"
     reseed_large_append: bool = True
     partial_residency: bool = True
@@ -85,6 +87,7 @@ _PAPER: dict[str, Any] = {
     "exclude_tried": False,
     "fallback": "round_robin",
     "reset_on_complete": False,
+    "pin_on_admit": True,
     "capacity": "used",
     "reseed_large_append": False,
     "partial_residency": False,

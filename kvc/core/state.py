@@ -1,0 +1,364 @@
+"""Σ, the router's state (seed 000 section 2.3): one object, changed only by `apply(event)`.
+
+    resident[d]   WorkerState.resident      blocks, closed under prefixes, from the worker's events (R18)
+    pin[s]        SessionState.pin          the worker that served s last (R20)
+    inflight[d]   WorkerState.inflight      started and not ended (R11)
+    assigned[d]   WorkerState.assigned      routing decisions
+    rejects[s,d]  SessionState.rejects      refusals since the last success
+
+Beside them: chains of live sessions (forest), tokens of open sessions placed on each worker (R26), prefill work given to each
+prefill worker (R24), turns in flight by attempt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from kvc.core import events as ev
+from kvc.core.forest import Forest
+from kvc.core.types import Mode, Role
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from kvc.core.params import Params
+    from kvc.core.types import Attempt, Facts, WorkerInfo, WorkerRef
+
+UNREACHABLE_LIMIT = 3
+"""Unanswered questions in a row after which a worker counts as unhealthy until its agent is heard again."""
+
+
+@dataclass(slots=True)
+class WorkerState:
+    """What Σ knows of one life of one worker. Read freely; only Sigma writes."""
+
+    info: WorkerInfo
+    healthy: bool = True
+    draining: bool = False
+    resident: set[int] = field(default_factory=set)
+    fresh: bool = False
+    facts: Facts | None = None
+    inflight: int = 0
+    assigned: int = 0
+    failures: int = 0
+    placed_tokens: int = 0
+    placed_sessions: int = 0
+    prefill_tokens: int = 0
+    modes: dict[Mode, int] = field(default_factory=dict)
+
+    @property
+    def ref(self) -> WorkerRef:
+        """Name and life."""
+        return self.info.ref
+
+    @property
+    def why_not(self) -> str:
+        """Why the worker may not be routed to; empty when it may (R19)."""
+        if not self.healthy:
+            return "unhealthy"
+        return "draining" if self.draining or self.info.draining else ""
+
+    @property
+    def load(self) -> float:
+        """Tokens of open sessions placed here over K_d (R26, without the inflight term)."""
+        return self.placed_tokens / self.info.capacity_tokens
+
+    @property
+    def prefill_backlog_s(self) -> float:
+        """Prefill work ahead of a new turn: what this router gave the worker, or what the worker reports, whichever is more."""
+        own = self.prefill_tokens / self.info.prefill_tokens_per_s
+        return max(own, self.facts.prefill_backlog_s if self.facts else 0.0)
+
+    @property
+    def room_tokens(self) -> int:
+        """Free and evictable KV less what is queued, by the latest report (R27); the whole pool when nothing is known."""
+        if self.facts is None:
+            return self.info.capacity_tokens
+        facts = self.facts
+        return facts.capacity_tokens - facts.held_tokens - facts.reserved_tokens - facts.queued_tokens
+
+
+@dataclass(slots=True)
+class SessionState:
+    """What Σ knows of one session. `placed` is where its tokens count for R26."""
+
+    pin: WorkerRef | None = None
+    turns: int = 0
+    context_tokens: int = 0
+    input_tokens: int = 0
+    rejects: dict[str, int] = field(default_factory=dict)
+    placed: WorkerRef | None = None
+    placed_tokens: int = 0
+    open_turns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTurn:
+    """A turn in flight."""
+
+    started: ev.Started
+    prefill_open: bool
+
+
+class Sigma:
+    """The router's state. Mutated by `apply` only; everything else reads."""
+
+    def __init__(self, params: Params, forest_bytes: int = 512 * 1024 * 1024) -> None:
+        """Starts empty.
+
+        Args:
+            params: rulings in force.
+            forest_bytes: cap on session chains.
+        """
+        self.params = params
+        self.workers: dict[str, WorkerState] = {}
+        self.sessions: dict[str, SessionState] = {}
+        self.open: dict[Attempt, OpenTurn] = {}
+        self.forest = Forest(forest_bytes)
+        self.prefill_cursor = 0
+        self.decode_cursor = 0
+        self._handlers: dict[type, Callable[..., None]] = {
+            ev.WorkerJoined: self._worker_joined,
+            ev.WorkerLeft: self._worker_left,
+            ev.WorkerHealth: self._worker_health,
+            ev.WorkerDraining: self._worker_draining,
+            ev.ResidencyReset: self._residency_reset,
+            ev.ResidencyChanged: self._residency_changed,
+            ev.ResidencyStale: self._residency_stale,
+            ev.LoadReported: self._load_reported,
+            ev.TurnArrived: self._turn_arrived,
+            ev.Assigned: self._assigned,
+            ev.Started: self._started,
+            ev.PrefillDone: self._prefill_done,
+            ev.Refused: self._refused,
+            ev.WorkerUnreachable: self._worker_unreachable,
+            ev.TurnEnded: self._turn_ended,
+            ev.SessionClosed: self._session_closed,
+        }
+
+    def apply(self, event: ev.Event) -> None:
+        """Changes Σ by one event. Events of an earlier epoch of a worker change nothing about the current one."""
+        self._handlers[type(event)](event)
+
+    def worker(self, ref: WorkerRef) -> WorkerState | None:
+        """The worker if it still lives under this epoch."""
+        worker = self.workers.get(ref.worker_id)
+        return worker if worker is not None and worker.ref == ref else None
+
+    def decode_workers(self) -> Iterable[WorkerState]:
+        """Members of D, in the order they joined, eligible or not."""
+        return (worker for worker in self.workers.values() if worker.info.role.keeps_sessions)
+
+    def prefill_workers(self) -> list[WorkerState]:
+        """Members of P that may be used."""
+        return [worker for worker in self.workers.values() if worker.info.role is Role.PREFILL and not worker.why_not]
+
+    def session(self, session_id: str) -> SessionState | None:
+        """A session, compared exactly; None when it was never served or is closed."""
+        return self.sessions.get(session_id)
+
+    def rejects(self, session_id: str, worker_id: str) -> int:
+        """rejects[s, d]."""
+        session = self.sessions.get(session_id)
+        return session.rejects.get(worker_id, 0) if session is not None else 0
+
+    def _worker_joined(self, event: ev.WorkerJoined) -> None:
+        info = event.info
+        known = self.workers.get(info.ref.worker_id)
+        if known is not None and known.ref == info.ref:
+            known.info = info
+            known.healthy = True
+            known.failures = 0
+            return
+        fresh = WorkerState(info, draining=known.draining if known is not None else False)
+        self._void(known)
+        self.workers[info.ref.worker_id] = fresh
+
+    def _worker_left(self, event: ev.WorkerLeft) -> None:
+        self._void(self.workers.pop(event.worker_id, None))
+
+    def _void(self, worker: WorkerState | None) -> None:
+        """Sessions placed on a dead life are lost ones: they count nowhere until they are admitted again (R26)."""
+        if worker is None:
+            return
+        for session in self.sessions.values():
+            if session.placed == worker.ref:
+                session.placed, session.placed_tokens = None, 0
+            if session.pin == worker.ref:
+                session.pin = None
+
+    def _worker_health(self, event: ev.WorkerHealth) -> None:
+        worker = self.worker(event.ref)
+        if worker is not None:
+            worker.healthy = event.healthy
+            worker.failures = 0
+
+    def _worker_draining(self, event: ev.WorkerDraining) -> None:
+        worker = self.workers.get(event.worker_id)
+        if worker is not None:
+            worker.draining = event.draining
+
+    def _residency_reset(self, event: ev.ResidencyReset) -> None:
+        worker = self.worker(event.ref)
+        if worker is not None:
+            worker.resident = set(event.blocks)
+            worker.fresh = event.fresh
+
+    def _residency_changed(self, event: ev.ResidencyChanged) -> None:
+        worker = self.worker(event.ref)
+        if worker is None:
+            return
+        if event.cleared:
+            worker.resident.clear()
+        worker.resident.difference_update(event.removed)
+        worker.resident.update(event.stored)
+
+    def _residency_stale(self, event: ev.ResidencyStale) -> None:
+        worker = self.worker(event.ref)
+        if worker is not None:
+            worker.fresh = False
+
+    def _load_reported(self, event: ev.LoadReported) -> None:
+        worker = self.worker(event.ref)
+        if worker is not None:
+            worker.facts = event.facts
+            worker.failures = 0
+
+    def _turn_arrived(self, event: ev.TurnArrived) -> None:
+        session = self.sessions.pop(event.session_id, None) or SessionState()
+        self.sessions[event.session_id] = session
+        session.input_tokens = event.input_tokens
+        self.forest.update(event.session_id, event.chain)
+
+    def _assigned(self, event: ev.Assigned) -> None:
+        worker = self.worker(event.ref)
+        if worker is not None:
+            worker.assigned += 1
+
+    def _started(self, event: ev.Started) -> None:
+        if event.attempt in self.open:
+            return
+        self.open[event.attempt] = OpenTurn(event, prefill_open=event.prefill is not None)
+        worker = self.worker(event.ref)
+        if worker is not None:
+            worker.inflight += 1
+        prefill = self.worker(event.prefill) if event.prefill is not None else None
+        if prefill is not None:
+            prefill.inflight += 1
+            prefill.assigned += 1
+            prefill.prefill_tokens += event.prefill_tokens
+        session = self.sessions.setdefault(event.session_id, SessionState())
+        session.open_turns += 1
+        self._place(session, event.ref, event.tokens)
+        if event.mode is Mode.FALLBACK:
+            return
+        if self.params.reset_on_admit:
+            session.rejects.pop(event.ref.worker_id, None)
+        if session.pin is None or self.params.pin_on_admit:
+            session.pin = event.ref
+
+    def _prefill_done(self, event: ev.PrefillDone) -> None:
+        turn = self.open.get(event.attempt)
+        if turn is None or not turn.prefill_open or turn.started.prefill is None:
+            return
+        self.open[event.attempt] = replace(turn, prefill_open=False)
+        prefill = self.worker(turn.started.prefill)
+        if prefill is not None:
+            prefill.inflight -= 1
+            prefill.prefill_tokens -= turn.started.prefill_tokens
+
+    def _refused(self, event: ev.Refused) -> None:
+        worker = self.worker(event.ref)
+        if worker is not None:
+            worker.failures = 0
+        if event.reason.counts_as_reject:
+            rejects = self.sessions.setdefault(event.session_id, SessionState()).rejects
+            rejects[event.ref.worker_id] = rejects.get(event.ref.worker_id, 0) + 1
+
+    def _worker_unreachable(self, event: ev.WorkerUnreachable) -> None:
+        worker = self.worker(event.ref)
+        if worker is None:
+            return
+        worker.failures += 1
+        if event.gone or worker.failures >= UNREACHABLE_LIMIT:
+            worker.healthy = False
+
+    def _turn_ended(self, event: ev.TurnEnded) -> None:
+        turn = self.open.get(event.attempt)
+        if turn is None:
+            return
+        self._prefill_done(ev.PrefillDone(event.attempt))
+        del self.open[event.attempt]
+        started = turn.started
+        worker = self.worker(started.ref)
+        if worker is not None:
+            worker.inflight -= 1
+        session = self.sessions.get(started.session_id)
+        if session is None:
+            return
+        session.open_turns -= 1
+        if event.end is not ev.End.COMPLETED:
+            self._place(session, session.pin, session.context_tokens)
+            return
+        session.turns += 1
+        session.context_tokens = event.prompt_tokens + event.output_tokens
+        session.pin = started.ref if worker is not None else None
+        self._place(session, session.pin, session.context_tokens)
+        if started.mode is Mode.DIRECT and self.params.reset_on_complete:
+            session.rejects.clear()
+        if worker is not None:
+            worker.modes[started.mode] = worker.modes.get(started.mode, 0) + 1
+            if not worker.fresh:
+                self._estimate(worker, started.session_id)
+
+    def _estimate(self, worker: WorkerState, session_id: str) -> None:
+        """Without the worker's events, resident[d] is what this router sent there, at most what fits (R18)."""
+        chain = self.forest.chain(session_id)
+        if chain is None:
+            return
+        if len(worker.resident) + len(chain) > worker.info.capacity_tokens // worker.info.block_tokens:
+            worker.resident.clear()
+        worker.resident.update(chain)
+
+    def _session_closed(self, event: ev.SessionClosed) -> None:
+        session = self.sessions.pop(event.session_id, None)
+        self.forest.remove(event.session_id)
+        if session is None:
+            return
+        self._place(session, None, 0)
+        if session.open_turns:
+            self.sessions[event.session_id] = SessionState(open_turns=session.open_turns)
+
+    def _place(self, session: SessionState, ref: WorkerRef | None, tokens: int) -> None:
+        """Moves the session's tokens to `ref` in the placement load (R26)."""
+        before = self.worker(session.placed) if session.placed is not None else None
+        if before is not None:
+            before.placed_tokens -= session.placed_tokens
+            before.placed_sessions -= 1
+        after = self.worker(ref) if ref is not None else None
+        session.placed, session.placed_tokens = (after.ref, tokens) if after is not None else (None, 0)
+        if after is not None:
+            after.placed_tokens += tokens
+            after.placed_sessions += 1
+
+    def check_integrity(self) -> None:
+        """Recounts what is kept incrementally. For tests; O(everything).
+
+        Raises:
+            AssertionError: an invariant does not hold.
+        """
+        for worker in self.workers.values():
+            turns = [turn.started for turn in self.open.values()]
+            decoding = sum(turn.ref == worker.ref for turn in turns)
+            prefilling = [t.started for t in self.open.values() if t.prefill_open and t.started.prefill == worker.ref]
+            assert worker.inflight == decoding + len(prefilling), f"inflight[{worker.ref}] = {worker.inflight}"
+            assert worker.prefill_tokens == sum(turn.prefill_tokens for turn in prefilling)
+            placed = [session for session in self.sessions.values() if session.placed == worker.ref]
+            assert worker.placed_sessions == len(placed)
+            assert worker.placed_tokens == sum(session.placed_tokens for session in placed)
+        for session in self.sessions.values():
+            assert session.open_turns >= 0
+            assert session.pin is None or self.worker(session.pin) is not None
+        assert all(name in self.sessions for name in self.forest.sessions())
+        self.forest.check_integrity()
