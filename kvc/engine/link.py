@@ -20,13 +20,13 @@ class Struct(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
     """Base of link messages."""
 
 
-class Hello(Struct, tag="hello"):
+class Hello(Struct, frozen=True, tag="hello"):
     """First message of a connection; answered by `Welcome`."""
 
     version: int = LINK_VERSION
 
 
-class Welcome(Struct, tag="welcome"):
+class Welcome(Struct, frozen=True, tag="welcome"):
     """What the engine is. Fields as in kvc.core.types.WorkerInfo; speeds in tokens per second.
 
     `block_tokens` is the size of the blocks whose hashes the engine takes in `Admit`; 0 when it does not say.
@@ -50,7 +50,7 @@ class Welcome(Struct, tag="welcome"):
     block_tokens: int = 0
 
 
-class Offer(Struct):
+class Offer(Struct, frozen=True):
     """kvc.core.types.PrefillOffer."""
 
     backlog_s: float
@@ -59,7 +59,7 @@ class Offer(Struct):
     matched_tokens: int = 0
 
 
-class Admit(Struct, tag="admit"):
+class Admit(Struct, frozen=True, tag="admit"):
     """Algorithm 2 for one turn; answered by `Admitted` or `Refused`. Idempotent by (request_id, attempt_number).
 
     `block_hashes` are packed little-endian u64 router hashes of `block_tokens` each; `now_s` is ignored by an engine with its own
@@ -79,7 +79,7 @@ class Admit(Struct, tag="admit"):
     traceparent: str = ""
 
 
-class LinkFacts(Struct):
+class LinkFacts(Struct, frozen=True):
     """kvc.core.types.Facts, the part that travels."""
 
     capacity_tokens: int
@@ -95,7 +95,7 @@ class LinkFacts(Struct):
     queued_tokens: int = 0
 
 
-class Admitted(Struct, tag="admitted"):
+class Admitted(Struct, frozen=True, tag="admitted"):
     """Yes: `ticket` is the `rid` the request must carry."""
 
     mode: str
@@ -107,7 +107,7 @@ class Admitted(Struct, tag="admitted"):
     facts: LinkFacts
 
 
-class Refused(Struct, tag="refused"):
+class Refused(Struct, frozen=True, tag="refused"):
     """No. `reason` is a kvc.core.types.Reason value."""
 
     reason: str
@@ -116,23 +116,23 @@ class Refused(Struct, tag="refused"):
     facts: LinkFacts
 
 
-class Release(Struct, tag="release"):
+class Release(Struct, frozen=True, tag="release"):
     """Gives a ticket back; answered by `Released`."""
 
     ticket: str
 
 
-class Released(Struct, tag="released"):
+class Released(Struct, frozen=True, tag="released"):
     """`released` is True when the ticket was open until now."""
 
     released: bool
 
 
-class Load(Struct, tag="load"):
+class Load(Struct, frozen=True, tag="load"):
     """Asks for `LoadReport`."""
 
 
-class LoadReport(Struct, tag="load_report"):
+class LoadReport(Struct, frozen=True, tag="load_report"):
     """How busy the engine is."""
 
     facts: LinkFacts
@@ -142,14 +142,14 @@ class LoadReport(Struct, tag="load_report"):
     peak_use: float = 0.0
 
 
-class ListSessions(Struct, tag="list_sessions"):
+class ListSessions(Struct, frozen=True, tag="list_sessions"):
     """Asks for `Sessions`: one by name when `session_id` is set, else the most recently used `limit`."""
 
     session_id: str = ""
     limit: int = 1000
 
 
-class SessionRecord(Struct):
+class SessionRecord(Struct, frozen=True):
     """A session as the engine knows it. Token counts; `generation` = turns completed here."""
 
     session_id: str
@@ -159,34 +159,34 @@ class SessionRecord(Struct):
     busy: bool
 
 
-class Sessions(Struct, tag="sessions"):
+class Sessions(Struct, frozen=True, tag="sessions"):
     """Session records; `total` counts all."""
 
     sessions: list[SessionRecord]
     total: int
 
 
-class Drain(Struct, tag="drain"):
+class Drain(Struct, frozen=True, tag="drain"):
     """Stops or resumes admitting new sessions; answered by `Drained`."""
 
     draining: bool
 
 
-class Drained(Struct, tag="drained"):
+class Drained(Struct, frozen=True, tag="drained"):
     """Turns still in flight."""
 
     inflight: int
 
 
-class Subscribe(Struct, tag="subscribe"):
+class Subscribe(Struct, frozen=True, tag="subscribe"):
     """Asks for residency events on this connection: one `Snapshot`, then deltas. Answered by `Subscribed`."""
 
 
-class Subscribed(Struct, tag="subscribed"):
+class Subscribed(Struct, frozen=True, tag="subscribed"):
     """The first event follows."""
 
 
-class Failed(Struct, tag="failed"):
+class Failed(Struct, frozen=True, tag="failed"):
     """The request could not be answered. `code` is a gRPC status name; `field` names the field at fault."""
 
     code: str
@@ -194,7 +194,7 @@ class Failed(Struct, tag="failed"):
     field: str = ""
 
 
-class PageStored(Struct, tag="stored"):
+class PageStored(Struct, frozen=True, tag="stored"):
     """A run of pages under one parent: `parent` is 0 at the root; `token_ids` are packed little-endian u32, `page_tokens` a page."""
 
     page_hashes: list[int]
@@ -202,20 +202,20 @@ class PageStored(Struct, tag="stored"):
     token_ids: bytes
 
 
-class PageRemoved(Struct, tag="removed"):
+class PageRemoved(Struct, frozen=True, tag="removed"):
     """Pages that are gone, in any order; a removed page takes its descendants with it."""
 
     page_hashes: list[int]
 
 
-class AllCleared(Struct, tag="cleared"):
+class AllCleared(Struct, frozen=True, tag="cleared"):
     """Everything is gone."""
 
 
 Change = PageStored | PageRemoved | AllCleared
 
 
-class Snapshot(Struct, tag="snapshot"):
+class Snapshot(Struct, frozen=True, tag="snapshot"):
     """Everything resident when the subscription began; parents come before children."""
 
     sequence: int
@@ -223,7 +223,7 @@ class Snapshot(Struct, tag="snapshot"):
     last: bool = True
 
 
-class Delta(Struct, tag="delta"):
+class Delta(Struct, frozen=True, tag="delta"):
     """What changed in one scheduler iteration; `sequence` is the previous one + 1."""
 
     sequence: int
@@ -235,21 +235,21 @@ ReplyBody = Welcome | Admitted | Refused | Released | LoadReport | Sessions | Dr
 EventBody = Snapshot | Delta
 
 
-class Request(Struct, tag="request"):
+class Request(Struct, frozen=True, tag="request"):
     """One call of the agent."""
 
     call: int
     body: RequestBody
 
 
-class Reply(Struct, tag="reply"):
+class Reply(Struct, frozen=True, tag="reply"):
     """One answer of the engine."""
 
     call: int
     body: ReplyBody
 
 
-class Event(Struct, tag="event"):
+class Event(Struct, frozen=True, tag="event"):
     """One residency event."""
 
     body: EventBody
