@@ -1,0 +1,125 @@
+"""Client side of the mesh's gRPC: one way to open a channel, with keepalive that notices a dead peer within 5 s."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+
+from kvc.runtime.config import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvc.runtime.telemetry import Telemetry
+
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+# keepalive_time and keepalive_timeout alone let an idle stream to a black-holed peer hang for a minute; ping_timeout is what ends it.
+KEEPALIVE = (
+    ("grpc.keepalive_time_ms", 5000),
+    ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.http2.ping_timeout_ms", 3000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+# A peer that comes back is tried again soon; the default lets the pause grow to two minutes.
+RECONNECT = (
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+)
+
+
+def channel(
+    target: str,
+    *,
+    tls_ca: Path | None = None,
+    tls_cert: Path | None = None,
+    tls_key: Path | None = None,
+    token: str | None = None,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    telemetry: Telemetry | None = None,
+) -> grpc.aio.Channel:
+    """A channel to one server of the mesh; the caller closes it.
+
+    Args:
+        target: host:port.
+        tls_ca: certificate authority that signed the server's certificate; None = no TLS.
+        tls_cert: own certificate, for servers that ask for one.
+        tls_key: its key.
+        token: bearer token sent with every call.
+        max_message_bytes: largest message either way, bytes.
+        telemetry: carries the current trace along.
+
+    Raises:
+        ConfigError: a TLS file cannot be read.
+    """
+    options = [
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.enable_retries", 0),  # retries live in one layer, the dispatch loop
+        *KEEPALIVE,
+        *RECONNECT,
+    ]
+    interceptors: list[grpc.aio.ClientInterceptor] = list(telemetry.client_interceptors()) if telemetry else []
+    if token:
+        interceptors += [kind(token) for kind in (_UnaryUnary, _UnaryStream, _StreamUnary, _StreamStream)]
+    if tls_ca is None:
+        return grpc.aio.insecure_channel(target, options=options, interceptors=interceptors)
+    credentials = grpc.ssl_channel_credentials(
+        root_certificates=read_file("tls_ca", tls_ca),
+        private_key=read_file("tls_key", tls_key) if tls_key else None,
+        certificate_chain=read_file("tls_cert", tls_cert) if tls_cert else None,
+    )
+    return grpc.aio.secure_channel(target, credentials, options=options, interceptors=interceptors)
+
+
+def read_file(key: str, path: Path) -> bytes:
+    """The content of a TLS file.
+
+    Raises:
+        ConfigError: it cannot be read or is empty; names the setting.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{key}: {path}: {error.strerror or error}") from None
+    if not content:
+        raise ConfigError(f"{key}: {path}: is empty")
+    return content
+
+
+class _Token:
+    """Adds the authorization header. gRPC's own call credentials would refuse to work without TLS."""
+
+    def __init__(self, token: str) -> None:
+        self._header = ("authorization", f"Bearer {token}")
+
+    def _with_token(self, details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
+        metadata = grpc.aio.Metadata(*(details.metadata or ()), self._header)
+        return grpc.aio.ClientCallDetails(details.method, details.timeout, metadata, details.credentials, details.wait_for_ready)
+
+
+class _UnaryUnary(_Token, grpc.aio.UnaryUnaryClientInterceptor):
+    async def intercept_unary_unary(self, continuation: Any, client_call_details: grpc.aio.ClientCallDetails, request: Any) -> Any:
+        return await continuation(self._with_token(client_call_details), request)
+
+
+class _UnaryStream(_Token, grpc.aio.UnaryStreamClientInterceptor):
+    async def intercept_unary_stream(self, continuation: Any, client_call_details: grpc.aio.ClientCallDetails, request: Any) -> Any:
+        return await continuation(self._with_token(client_call_details), request)
+
+
+class _StreamUnary(_Token, grpc.aio.StreamUnaryClientInterceptor):
+    async def intercept_stream_unary(
+        self, continuation: Any, client_call_details: grpc.aio.ClientCallDetails, request_iterator: Any
+    ) -> Any:
+        return await continuation(self._with_token(client_call_details), request_iterator)
+
+
+class _StreamStream(_Token, grpc.aio.StreamStreamClientInterceptor):
+    async def intercept_stream_stream(
+        self, continuation: Any, client_call_details: grpc.aio.ClientCallDetails, request_iterator: Any
+    ) -> Any:
+        return await continuation(self._with_token(client_call_details), request_iterator)

@@ -1,0 +1,129 @@
+"""One OpenTelemetry trace a request, across router, agent and engine; off unless an endpoint is configured.
+
+Between gRPC services the interceptors carry the context; over HTTP, over the engine link and inside batched streams the W3C
+`traceparent` string does (`traceparent`, `context_from`). Long-lived streams and health checks make no spans: they are no requests.
+No global provider is set: whoever traces holds a `Telemetry`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from kvc.runtime.config import setting
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import grpc.aio
+
+_EXPORT_TIMEOUT_S = 2
+_SHUTDOWN_TIMEOUT_MS = 2000
+_W3C = TraceContextTextMapPropagator()
+# Streams that live as long as their peers, and probes.
+UNTRACED = (
+    "/grpc.health.v1.Health/",
+    "/grpc.reflection.",
+    "/kvc.v1.AdmissionService/AdmitStream",
+    "/kvc.v1.AdmissionService/WatchResidency",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TelemetryConfig:
+    """Tracing settings."""
+
+    endpoint: str | None = setting(None, help="OTLP gRPC collector, host:port; none = no tracing")
+    insecure: bool = setting(default=True, help="talk to the collector without TLS")
+    sample_ratio: float = setting(1.0, help="share of new traces that is recorded", minimum=0.0, maximum=1.0)
+
+
+class Telemetry:
+    """The tracer of one service and the interceptors that go with it."""
+
+    def __init__(self, provider: TracerProvider | None) -> None:
+        """Traces with `provider`; None traces nothing."""
+        self._provider = provider
+        self.tracer: trace.Tracer = (provider or trace.NoOpTracerProvider()).get_tracer("kvc")
+
+    @classmethod
+    def start(cls, service: str, endpoint: str | None, *, insecure: bool = True, sample_ratio: float = 1.0) -> Self:
+        """Starts exporting to an OTLP gRPC collector; without an endpoint nothing is recorded and calls cost next to nothing.
+
+        A collector that is slow or down costs spans, never requests: they wait in a bounded queue for a thread of their own.
+
+        Args:
+            service: name of the service in traces.
+            endpoint: `host:port` or URL of the collector.
+            insecure: no TLS towards it.
+            sample_ratio: share of traces begun here that is recorded, 0 to 1; a caller's decision is followed.
+        """
+        if not endpoint:
+            return cls(None)
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter  # noqa: PLC0415 - only who exports pays
+
+        provider = TracerProvider(
+            sampler=ParentBased(TraceIdRatioBased(sample_ratio)),
+            resource=Resource.create({"service.name": service}),
+            shutdown_on_exit=False,
+        )
+        exporter = OTLPSpanExporter(endpoint=endpoint, insecure=insecure, timeout=_EXPORT_TIMEOUT_S)
+        provider.add_span_processor(BatchSpanProcessor(exporter))
+        return cls(provider)
+
+    @property
+    def enabled(self) -> bool:
+        """True when spans are recorded."""
+        return self._provider is not None
+
+    def server_interceptors(self) -> list[grpc.aio.ServerInterceptor]:
+        """Go before all others: an error must be a status by the time the span sees it."""
+        if self._provider is None:
+            return []
+        from opentelemetry.instrumentation.grpc import aio_server_interceptor  # noqa: PLC0415 - only who traces pays
+
+        return [aio_server_interceptor(self._provider, filter_=_is_traced)]
+
+    def client_interceptors(self) -> Sequence[grpc.aio.ClientInterceptor]:
+        """One for each kind of call; go first."""
+        if self._provider is None:
+            return []
+        from opentelemetry.instrumentation.grpc import aio_client_interceptors  # noqa: PLC0415 - only who traces pays
+
+        interceptors: list[grpc.aio.ClientInterceptor] = aio_client_interceptors(self._provider, filter_=_is_traced)
+        return interceptors
+
+    def shutdown(self) -> None:
+        """Exports what is left, for at most 2 s, and stops."""
+        if self._provider is not None:
+            self._provider.force_flush(_SHUTDOWN_TIMEOUT_MS)
+            self._provider.shutdown()
+            self._provider = None
+
+
+def traceparent() -> str:
+    """W3C traceparent of the current span; empty when there is none or it is not recorded."""
+    context = trace.get_current_span().get_span_context()
+    if not (context.is_valid and context.trace_flags.sampled):
+        return ""
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-01"
+
+
+def context_from(parent: str) -> Context:
+    """The context to start a span in, as the child of a `traceparent`; a root when that is empty or malformed."""
+    return _W3C.extract({"traceparent": parent}, context=Context()) if parent else Context()
+
+
+def _is_traced(details: grpc.aio.ClientCallDetails | grpc.HandlerCallDetails) -> bool:
+    method = details.method
+    if isinstance(method, bytes):
+        method = method.decode()
+    return not method.startswith(UNTRACED)
