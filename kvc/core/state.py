@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING
 
 from kvc.core import events as ev
 from kvc.core.forest import Forest
-from kvc.core.types import Mode, Role
+from kvc.core.types import Mode, Role, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from kvc.core.blocks import Chain
     from kvc.core.params import Params
     from kvc.core.types import Attempt, Facts, WorkerInfo, WorkerRef
 
@@ -163,6 +164,20 @@ class Sigma:
         session = self.sessions.get(session_id)
         return session.rejects.get(worker_id, 0) if session is not None else 0
 
+    def turn(self, session_id: str, chain: Chain, input_tokens: int, output_reserve_tokens: int) -> Turn:
+        """The turn to decide on, from what is known of its session; TurnArrived must have been applied."""
+        session = self.sessions[session_id]
+        return Turn(
+            session_id=session_id,
+            turn_index=session.turns,
+            chain=chain,
+            input_tokens=input_tokens,
+            output_reserve_tokens=output_reserve_tokens,
+            shared_blocks=self.forest.shared_blocks(session_id, self.params.shared_after),
+            known_session=session.turns > 0,
+            new_tokens=max(0, input_tokens - session.context_tokens),
+        )
+
     def _worker_joined(self, event: ev.WorkerJoined) -> None:
         info = event.info
         known = self.workers.get(info.ref.worker_id)
@@ -244,6 +259,8 @@ class Sigma:
         if worker is not None:
             worker.inflight += 1
         prefill = self.worker(event.prefill) if event.prefill is not None else None
+        self.prefill_cursor += event.prefill is not None
+        self.decode_cursor += event.mode is Mode.FALLBACK
         if prefill is not None:
             prefill.inflight += 1
             prefill.assigned += 1

@@ -1,0 +1,378 @@
+"""Algorithm 3, Dispatch, as a generator (docs/spec.md DISP-1 to DISP-24).
+
+    sweep:   route -> Ask -> Admitted            -> Decision
+                          -> Refused             -> count it, next worker, at most epsilon answers a sweep
+                          -> Unreachable         -> health, next worker
+    then:    a worker not asked that has room    -> Decision(Fallback)               R3, R27
+             terminal everywhere                 -> GaveUp(EXCEEDS_CAPACITY)         R23
+             WaitForRoom -> room                 -> next sweep                       R28
+                         -> queue full           -> GaveUp(QUEUE_FULL)
+                         -> waited long enough   -> Decision(Fallback)
+                         -> deadline             -> GaveUp(DEADLINE)
+
+The driver performs what is yielded and sends the answer back; the live router, the simulator and the tests drive the same object.
+Every write to Σ happens here, between two yields, through `Sigma.apply`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+from kvc.core import events as ev
+from kvc.core.blocks import resident_blocks
+from kvc.core.cost import choose_executor
+from kvc.core.route import Routing, overlap_blocks, route
+from kvc.core.types import Attempt, Decision, Executor, Facts, GaveUp, Give, Mode, PrefillOffer, Probe, Reason, Role
+
+if TYPE_CHECKING:
+    from kvc.core.state import Sigma, WorkerState
+    from kvc.core.types import Admission, Rejection, Turn, WorkerRef
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Ask a worker for admission; the answer is Admitted, Refused or Unreachable."""
+
+    worker: WorkerRef
+    attempt: Attempt
+    turn: Turn
+    offer: PrefillOffer | None
+
+
+@dataclass(frozen=True, slots=True)
+class WaitForRoom:
+    """Every worker refused, or none is there: wait in the bounded queue (R28); the answer is Resumed.
+
+    Attributes:
+        prefill_tokens: what places the turn in the queue.
+        at_least_s: pause hint of the workers: do not resume earlier (R15).
+        jitter_s: add a uniformly drawn share of this to the pause (R16, full jitter).
+        at_most_s: longest wait; what remains of queue_wait_s.
+    """
+
+    prefill_tokens: int
+    at_least_s: float
+    jitter_s: float
+    at_most_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """The worker is busy with the session's previous turn: pause, then ask it again. The answer is Resumed."""
+
+    worker: WorkerRef
+    at_least_s: float
+    jitter_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """Answer to Ask: yes."""
+
+    admission: Admission
+    facts: Facts
+    elapsed_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Answer to Ask: no."""
+
+    rejection: Rejection
+    facts: Facts | None = None
+    elapsed_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Unreachable:
+    """Answer to Ask: nobody answered in time (`gone` False) or nobody is there (True)."""
+
+    error: str
+    gone: bool
+    elapsed_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Answer to WaitForRoom and Pause. `why`: room may be there; waited at_most_s; the queue is full; the request's deadline passed."""
+
+    why: Literal["room", "waited", "full", "deadline"]
+    waited_s: float = 0.0
+
+
+Effect = Ask | WaitForRoom | Pause
+Answer = Admitted | Refused | Unreachable | Resumed
+Dispatch = Generator[Effect, Answer, Decision | GaveUp]
+
+
+@dataclass(slots=True)
+class _Run:
+    """What one dispatch has seen."""
+
+    probes: list[Probe] = field(default_factory=list)
+    refused: set[WorkerRef] = field(default_factory=set)
+    gone: set[WorkerRef] = field(default_factory=set)
+    terminal: set[WorkerRef] = field(default_factory=set)
+    retry_after_s: float = 0.0
+    queued_s: float = 0.0
+    next_attempt: int = 0
+
+    def attempt(self, request_id: str) -> Attempt:
+        number = self.next_attempt
+        self.next_attempt += 1
+        return Attempt(request_id, number)
+
+
+def dispatch(turn: Turn, sigma: Sigma, request_id: str, *, first_attempt: int = 0, avoid: frozenset[WorkerRef] = frozenset()) -> Dispatch:
+    """Decides how a turn runs.
+
+    Args:
+        turn: the turn; TurnArrived must be applied already.
+        sigma: Σ; read and written between yields.
+        request_id: names the attempts.
+        first_attempt: number of the first attempt; a request that is dispatched again counts on.
+        avoid: workers that failed this request already.
+
+    Yields:
+        Ask, WaitForRoom or Pause.
+
+    Returns:
+        A Decision, whose attempt is open in Σ until TurnEnded; or GaveUp.
+    """
+    run = _Run(gone=set(avoid), next_attempt=first_attempt)
+    if not _eligible(sigma, run):
+        avoid = frozenset()
+        run.gone.clear()
+    sweep = 0
+    while True:
+        ended = yield from _sweep(turn, sigma, request_id, run)
+        if ended is not None:
+            return ended
+        eligible = _eligible(sigma, run)
+        candidates = _able(turn, sigma, eligible, run)
+        if eligible and not candidates:
+            return _give_up(Give.EXCEEDS_CAPACITY, run)
+        worker = _fallback_now(turn, sigma, candidates, run)
+        if worker is not None:
+            return _fallback(turn, sigma, request_id, run, worker)
+        resumed = yield _wait(turn, sigma, run, sweep)
+        assert isinstance(resumed, Resumed), f"{type(resumed).__name__} does not answer WaitForRoom"
+        run.queued_s += resumed.waited_s
+        if resumed.why == "deadline":
+            return _give_up(Give.DEADLINE, run)
+        if resumed.why == "full":
+            return _give_up(Give.QUEUE_FULL if candidates else Give.NO_WORKER, run)
+        if resumed.why == "waited":
+            worker = _fallback_worker(turn, sigma, _able(turn, sigma, _eligible(sigma, run), run), run)
+            return _give_up(Give.NO_WORKER, run) if worker is None else _fallback(turn, sigma, request_id, run, worker)
+        run.refused.clear()
+        run.gone = set(avoid)
+        run.retry_after_s = 0.0
+        sweep += 1
+
+
+def _sweep(turn: Turn, sigma: Sigma, request_id: str, run: _Run) -> Generator[Effect, Answer, Decision | GaveUp | None]:
+    """Lines 3-23: asks at most epsilon workers. None when none admitted. A worker that is busy with the session is asked again."""
+    answers = 0
+    limit = _epsilon(sigma, run)
+    while answers < limit:
+        exclude = run.gone | run.terminal | (run.refused if sigma.params.exclude_tried else set())
+        routing = route(turn, sigma, exclude)
+        ref = routing.ref
+        worker = sigma.worker(ref) if ref is not None else None
+        if ref is None or worker is None:
+            return None
+        sigma.apply(ev.Assigned(ref))
+        attempt = run.attempt(request_id)
+        prefill, offer = prefill_offer(turn, sigma, worker)
+        answer = yield Ask(ref, attempt, turn, offer)
+        if isinstance(answer, Admitted):
+            run.probes.append(Probe(ref, admitted=True, elapsed_s=answer.elapsed_s))
+            sigma.apply(ev.LoadReported(ref, answer.facts))
+            return _decide(turn, sigma, run, routing, attempt, answer, prefill)
+        if isinstance(answer, Unreachable):
+            run.probes.append(Probe(ref, admitted=False, error=answer.error, elapsed_s=answer.elapsed_s))
+            run.gone.add(ref)
+            sigma.apply(ev.WorkerUnreachable(ref, answer.gone))
+            limit = min(limit, _epsilon(sigma, run) + answers)
+            continue
+        assert isinstance(answer, Refused), f"{type(answer).__name__} does not answer Ask"
+        run.probes.append(Probe(ref, admitted=False, reason=answer.rejection.reason, elapsed_s=answer.elapsed_s))
+        busy = _note_refusal(turn, sigma, run, ref, answer)
+        if not busy:
+            answers += 1
+            continue
+        resumed = yield Pause(ref, run.retry_after_s, sigma.params.backoff_base_s)
+        assert isinstance(resumed, Resumed), f"{type(resumed).__name__} does not answer Pause"
+        run.queued_s += resumed.waited_s
+        if resumed.why == "deadline":
+            return _give_up(Give.DEADLINE, run)
+    return None
+
+
+def _note_refusal(turn: Turn, sigma: Sigma, run: _Run, ref: WorkerRef, answer: Refused) -> bool:
+    """Lines 21-22. True when the worker is only busy with the session's previous turn, and should be asked again."""
+    rejection = answer.rejection
+    sigma.apply(ev.Refused(turn.session_id, ref, rejection.reason))
+    if answer.facts is not None:
+        sigma.apply(ev.LoadReported(ref, answer.facts))
+    run.retry_after_s = max(run.retry_after_s, rejection.retry_after_s)
+    if rejection.reason is Reason.SESSION_BUSY:
+        return True
+    if rejection.terminal:
+        run.terminal.add(ref)
+    elif rejection.reason in (Reason.STALE_EPOCH, Reason.DRAINING):
+        run.gone.add(ref)
+    else:
+        run.refused.add(ref)
+    return False
+
+
+def _decide(
+    turn: Turn, sigma: Sigma, run: _Run, routing: Routing, attempt: Attempt, answer: Admitted, prefill: WorkerState | None
+) -> Decision:
+    """Lines 8-19: an admission starts the turn."""
+    admission = answer.admission
+    ref = run.probes[-1].worker
+    remote = prefill if admission.executor is Executor.PREFILL else None
+    decision = Decision(
+        mode=admission.mode,
+        executor=admission.executor,
+        decode=ref,
+        prefill=remote.ref if remote is not None else None,
+        attempt=attempt,
+        admission=admission,
+        probes=tuple(run.probes),
+        overlap_blocks=routing.overlap_blocks,
+        queued_s=run.queued_s,
+    )
+    _start(turn, sigma, decision, remote)
+    return decision
+
+
+def _fallback(turn: Turn, sigma: Sigma, request_id: str, run: _Run, worker: WorkerState) -> Decision:
+    """Lines 26-29: plain prefill/decode disaggregation; no ticket, the engine queues the turn until it fits (R23)."""
+    prefill, offer = prefill_offer(turn, sigma, worker)
+    known = worker.facts or Facts(worker.info.capacity_tokens)
+    facts = replace(known, matched_tokens=_matched_tokens(turn, worker), prefill_tokens_per_s=worker.info.prefill_tokens_per_s)
+    executor = choose_executor(facts, turn.input_tokens, sigma.params, offer)
+    remote = prefill if executor is Executor.PREFILL else None
+    sigma.apply(ev.Assigned(worker.ref))
+    decision = Decision(
+        mode=Mode.FALLBACK,
+        executor=executor,
+        decode=worker.ref,
+        prefill=remote.ref if remote is not None else None,
+        attempt=run.attempt(request_id),
+        admission=None,
+        probes=tuple(run.probes),
+        overlap_blocks=overlap_blocks(turn, worker, sigma),
+        queued_s=run.queued_s,
+    )
+    _start(turn, sigma, decision, remote)
+    return decision
+
+
+def _start(turn: Turn, sigma: Sigma, decision: Decision, prefill: WorkerState | None) -> None:
+    work = turn.input_tokens - _matched_tokens(turn, prefill) if prefill is not None else 0
+    sigma.apply(
+        ev.Started(
+            attempt=decision.attempt,
+            session_id=turn.session_id,
+            ref=decision.decode,
+            mode=decision.mode,
+            executor=decision.executor,
+            tokens=turn.input_tokens + turn.output_reserve_tokens,
+            prefill=decision.prefill,
+            prefill_tokens=work,
+        )
+    )
+
+
+def prefill_offer(turn: Turn, sigma: Sigma, decode: WorkerState) -> tuple[WorkerState | None, PrefillOffer | None]:
+    """The prefill worker that would be done first, and its terms (R24); round robin over healthy P when executor is "prefill".
+
+    Returns:
+        (None, None) when |P| = 0, or the decode worker takes no KV from others (R25).
+    """
+    pool = sigma.prefill_workers()
+    if not pool or decode.info.role is Role.MONOLITHIC:
+        return None, None
+    if sigma.params.executor == "prefill":
+        worker = pool[sigma.prefill_cursor % len(pool)]
+    else:
+        worker = min(pool, key=lambda p: p.prefill_backlog_s + (turn.input_tokens - _matched_tokens(turn, p)) / p.info.prefill_tokens_per_s)
+    speed = min(worker.info.transfer_tokens_per_s, decode.info.transfer_tokens_per_s)
+    offer = PrefillOffer(worker.prefill_backlog_s, worker.info.prefill_tokens_per_s, speed, _matched_tokens(turn, worker))
+    return worker, offer
+
+
+def _matched_tokens(turn: Turn, worker: WorkerState) -> int:
+    return resident_blocks(turn.chain, worker.resident) * worker.info.block_tokens
+
+
+def _eligible(sigma: Sigma, run: _Run) -> list[WorkerState]:
+    return [worker for worker in sigma.decode_workers() if not worker.why_not and worker.ref not in run.gone]
+
+
+def _epsilon(sigma: Sigma, run: _Run) -> int:
+    """R1: max(1, eligible - 1); the paper's |D| - 1."""
+    params = sigma.params
+    if params.epsilon is not None:
+        return params.epsilon
+    if params.paper_epsilon:
+        return sum(1 for _ in sigma.decode_workers()) - 1
+    return max(1, len(_eligible(sigma, run)) - 1)
+
+
+def _able(turn: Turn, sigma: Sigma, workers: list[WorkerState], run: _Run) -> list[WorkerState]:
+    """Those that could hold the turn if they were empty, as far as is known (R23)."""
+    total = turn.input_tokens + turn.output_reserve_tokens
+    return [
+        worker
+        for worker in workers
+        if worker.ref not in run.terminal
+        and total <= sigma.params.rho * worker.info.capacity_tokens
+        and turn.input_tokens <= worker.info.max_input_tokens
+    ]
+
+
+def _fallback_now(turn: Turn, sigma: Sigma, workers: list[WorkerState], run: _Run) -> WorkerState | None:
+    """The worker to fall back to instead of waiting: without a queue any, else one that was not asked and reports room (R3, R28)."""
+    if sigma.params.queue_limit == 0:
+        return _fallback_worker(turn, sigma, workers, run)
+    need = turn.input_tokens + turn.output_reserve_tokens
+    slack = 1.0 - sigma.params.rho
+    free = [
+        worker
+        for worker in workers
+        if worker.ref not in run.refused and worker.room_tokens - slack * worker.info.capacity_tokens >= need
+    ]
+    return _fallback_worker(turn, sigma, free, run)
+
+
+def _fallback_worker(turn: Turn, sigma: Sigma, workers: list[WorkerState], run: _Run) -> WorkerState | None:
+    """R3 and R27: not one that refused this dispatch while another exists; None when there is no worker at all."""
+    if sigma.params.fallback == "round_robin":
+        return workers[sigma.decode_cursor % len(workers)] if workers else None
+    pool = [worker for worker in workers if worker.ref not in run.refused] or workers
+    if sigma.params.fallback == "rejects":
+        return min(pool, key=lambda d: (sigma.rejects(turn.session_id, d.ref.worker_id), d.inflight), default=None)
+    return max(pool, key=lambda d: d.room_tokens, default=None)
+
+
+def _wait(turn: Turn, sigma: Sigma, run: _Run, sweep: int) -> WaitForRoom:
+    params = sigma.params
+    missing = turn.input_tokens - max((_matched_tokens(turn, worker) for worker in _eligible(sigma, run)), default=0)
+    return WaitForRoom(
+        prefill_tokens=missing,
+        at_least_s=run.retry_after_s,
+        jitter_s=min(params.backoff_cap_s, params.backoff_base_s * 2.0 ** min(sweep, 16)),
+        at_most_s=max(0.0, params.queue_wait_s - run.queued_s),
+    )
+
+
+def _give_up(why: Give, run: _Run) -> GaveUp:
+    return GaveUp(why, tuple(run.probes), run.retry_after_s, run.queued_s)
