@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import xxhash
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 TOKEN_BYTES = 4
 HASH_BYTES = 8
 
-Chain = array  # array("Q"): one u64 a block
+Chain: TypeAlias = "array[int]"
+"""array("Q"): one u64 a block."""
 
 
 def chain_seed(model: str, tokenizer: str = "", lora: str = "") -> int:
