@@ -1,0 +1,59 @@
+# Every target sets up what it needs: a virtual environment in .venv, renewed when pyproject.toml or constraints.txt change.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+WORKERS ?= 2
+
+# Folders that exist; the code that is linted and typed.
+CODE := $(wildcard kvc services engine_patches scripts bench tests)
+# Tests without timing of their own run side by side; those that load the machine run one after the other.
+PARALLEL_TESTS := tests/unit tests/property tests/spec tests/scenarios tests/contract
+SERIAL_TESTS := tests/integration tests/chaos
+
+.PHONY: help setup protos format check test demo bench clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## the virtual environment .venv with all dependencies
+
+$(STAMP): pyproject.toml constraints.txt scripts/setup.sh
+	@scripts/setup.sh $(VENV)
+	@touch $@
+
+protos: $(STAMP) ## regenerate kvc/v1 from protos/
+	$(BIN)/python scripts/protos.py
+
+format: $(STAMP) ## format the code and apply safe fixes
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+check: $(STAMP) ## format, lint, types, layers, protos: zero warnings
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy $(CODE)
+	$(BIN)/lint-imports
+	$(BIN)/buf lint
+	@scripts/breaking.sh $(BIN)/buf
+	$(BIN)/python scripts/protos.py --check
+
+test: $(STAMP) ## all tests, and the coverage of kvc.core
+	$(BIN)/pytest -q -n $(WORKERS) --dist loadfile --cov --cov-report= $(PARALLEL_TESTS)
+	$(BIN)/python scripts/coverage_gate.py
+	$(BIN)/pytest -q $(SERIAL_TESTS)
+
+demo: $(STAMP) ## a local mesh under an agentic workload, beside round-robin disaggregation
+	@$(BIN)/kvc demo
+
+bench: $(STAMP) ## benchmarks with ratios
+	@$(BIN)/python -m bench
+
+clean: ## remove the virtual environment, caches and build outputs
+	rm -rf $(VENV) build dist htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find kvc services scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +
