@@ -58,6 +58,6 @@ fi
 pip() { "$folder/bin/python" -m pip --disable-pip-version-check "$@"; }
 
 say "installing the dependencies into $folder"
-pip install --quiet 'pip>=25.1' || fail "pip could not renew itself; is a package index reachable?"
-pip install --quiet --constraint constraints.txt --editable . --group dev || fail "pip could not install the dependencies"
+pip install -qq 'pip>=25.1' || fail "pip could not renew itself; is a package index reachable?"
+pip install -qq --constraint constraints.txt --editable . --group dev || fail "pip could not install the dependencies"
 say "done"
