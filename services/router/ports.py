@@ -1,0 +1,122 @@
+"""What the router needs of the world. Fakes are plain classes; metrics and tracing wrap these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from kvc.core.dispatch import Admitted, Ask, Refused, Unreachable
+    from kvc.core.events import Event
+    from kvc.core.types import WorkerInfo, WorkerRef
+
+
+class AdmissionPort(Protocol):
+    """Asks agents. One object serves all workers."""
+
+    async def admit(self, ask: Ask, timeout_s: float) -> Admitted | Refused | Unreachable:
+        """Algorithm 2 on one worker; idempotent by attempt. Never raises for a failure of the worker or the network."""
+        ...
+
+    async def release(self, ref: WorkerRef, ticket: str) -> None:
+        """Gives a ticket back, best effort: an unreachable worker's tickets expire by themselves."""
+        ...
+
+
+class FollowerPort(Protocol):
+    """One agent's worker and its residency, as events of Σ."""
+
+    def events(self) -> AsyncIterator[Event]:
+        """WorkerJoined, ResidencyReset, then ResidencyChanged and LoadReported; ends by raising Unavailable when the agent is lost."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCall:
+    """One turn for one engine.
+
+    Attributes:
+        url: base URL.
+        rid: request id at the engine; a ticket when admitted.
+        session_id: the session.
+        tokens: the prompt, packed little-endian u32.
+        max_new_tokens: tokens to generate.
+        temperature: sampling temperature.
+        bootstrap: (host, port, room) when the KV comes from, or goes to, another worker.
+        traceparent: W3C trace context, or empty.
+    """
+
+    url: str
+    rid: str
+    session_id: str
+    tokens: bytes
+    max_new_tokens: int
+    temperature: float
+    bootstrap: tuple[str, int, int] | None = None
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineChunk:
+    """Tokens since the previous chunk; the last one carries `finish_reason` and the usage. Engine times are modelled seconds, or 0."""
+
+    text: str = ""
+    output_ids: tuple[int, ...] = ()
+    finish_reason: str = ""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    engine_ttft_s: float = 0.0
+    engine_latency_s: float = 0.0
+
+
+class EngineError(Exception):
+    """An engine did not do a turn.
+
+    Attributes:
+        status: HTTP status, 0 when none was received.
+        reason: the engine's error type, or what happened to the connection.
+        gone: the connection was refused or broke: the engine is probably dead.
+        field: the request field the engine objects to, or empty.
+        retry_after_s: pause hint.
+    """
+
+    def __init__(self, status: int, reason: str, message: str, *, gone: bool = False, field: str = "", retry_after_s: float = 0.0) -> None:
+        """One line for people in `message`."""
+        super().__init__(f"{reason}: {message}")
+        self.status = status
+        self.reason = reason
+        self.message = message
+        self.gone = gone
+        self.field = field
+        self.retry_after_s = retry_after_s
+
+    @property
+    def final(self) -> bool:
+        """True when another engine would say the same: the request itself is at fault."""
+        return self.status in _FINAL
+
+
+_FINAL = frozenset({400, 404, 413, 422})
+
+
+class EnginePort(Protocol):
+    """Runs turns on engines over HTTP."""
+
+    def generate(self, call: EngineCall) -> AsyncIterator[EngineChunk]:
+        """Streams a turn; closing the iterator aborts it. Raises EngineError."""
+        ...
+
+    async def prefill(self, call: EngineCall) -> None:
+        """Runs a prefill worker's part of a turn to its end; the reply is dropped. Raises EngineError."""
+        ...
+
+
+class Workers(Protocol):
+    """Looks up where a worker is."""
+
+    def info(self, ref: WorkerRef) -> WorkerInfo | None:
+        """The worker if it lives under this epoch."""
+        ...

@@ -1,0 +1,93 @@
+"""Prompts as the router sees them: packed tokens, their chain, and the session's identity."""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING
+
+from kvc.core.blocks import TOKEN_BYTES, PrefixDigests, pack_tokens, unpack_hashes
+from kvc.engine.tokens import encode
+from kvc.errors import InvalidField, TooLarge
+
+if TYPE_CHECKING:
+    from kvc.core.blocks import Chain
+    from kvc.v1 import router_pb2
+
+MAX_TOKEN_ID = 2**31 - 1
+MAX_HASH_BYTES = 8 * 1024 * 1024 + 64
+
+
+def tokens_of(request: router_pb2.DispatchRequest | router_pb2.RouteRequest, max_tokens: int) -> bytes:
+    """The prompt as packed little-endian u32 ids.
+
+    Raises:
+        InvalidField: no prompt, an id out of range, a torn packed prompt; names the field.
+        TooLarge: more than `max_tokens` tokens.
+    """
+    kind = request.WhichOneof("prompt")
+    if kind == "input_ids":
+        ids = request.input_ids.ids
+        packed = _pack(ids)
+    elif kind == "packed_input_ids":
+        packed = request.packed_input_ids
+        if len(packed) % TOKEN_BYTES:
+            raise InvalidField(f"{len(packed)} bytes is no multiple of {TOKEN_BYTES}", field="packed_input_ids")
+        view = array("I")
+        view.frombytes(packed)
+        if packed and max(view) > MAX_TOKEN_ID:
+            raise InvalidField(f"token ids must be at most {MAX_TOKEN_ID}", field="packed_input_ids")
+    elif kind == "text":
+        packed = pack_tokens(encode(request.text))
+    else:
+        raise InvalidField("one of input_ids, text or packed_input_ids is needed", field="prompt")
+    if not packed:
+        raise InvalidField("must not be empty", field=str(kind))
+    if len(packed) // TOKEN_BYTES > max_tokens:
+        raise TooLarge(f"{len(packed) // TOKEN_BYTES} tokens are more than the {max_tokens} that are taken", field=str(kind))
+    return packed
+
+
+def _pack(ids: object) -> bytes:
+    values = list(ids)  # type: ignore[call-overload]  # a repeated scalar field
+    if values and max(values) > MAX_TOKEN_ID:
+        raise InvalidField(f"ids must be at most {MAX_TOKEN_ID}", field="input_ids.ids")
+    return pack_tokens(values)
+
+
+def hashes_of(packed: bytes) -> Chain:
+    """A chain given as block hashes.
+
+    Raises:
+        InvalidField: not a multiple of 8 bytes, empty, or more than 1,048,584 blocks.
+    """
+    if not packed:
+        raise InvalidField("must not be empty", field="block_hashes")
+    if len(packed) > MAX_HASH_BYTES:
+        raise TooLarge(f"{len(packed)} bytes are more than {MAX_HASH_BYTES}", field="block_hashes")
+    try:
+        return unpack_hashes(packed)
+    except ValueError as error:
+        raise InvalidField(str(error), field="block_hashes") from None
+
+
+class Chains:
+    """Block hash chains of prompts, extended by the append. The hash seed is the mesh's, known once a worker is."""
+
+    def __init__(self, block_tokens: int) -> None:
+        """Starts without a seed."""
+        self._block_tokens = block_tokens
+        self._digests: PrefixDigests | None = None
+
+    def use_seed(self, seed: int) -> None:
+        """Sets the seed; another one forgets every session."""
+        if self._digests is None or self._digests.seed != seed:
+            self._digests = PrefixDigests(self._block_tokens, seed)
+
+    def chain(self, session_id: str, tokens: bytes, previous: Chain | None) -> Chain:
+        """The chain of a session's prompt; empty while no worker is known."""
+        return self._digests.chain(session_id, tokens, previous) if self._digests is not None else array("Q")
+
+    def forget(self, session_id: str) -> None:
+        """Drops a session."""
+        if self._digests is not None:
+            self._digests.forget(session_id)

@@ -1,0 +1,146 @@
+"""Runs a decided turn on its engines: the decode worker alone, or prefill and decode workers at once.
+
+Until the first token everything can still be undone and tried elsewhere; a prefill worker that fails takes the decode worker's half
+down with it at once, so nobody waits for KV that will not come (F32).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from services.router.ports import EngineCall, EngineChunk, EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from kvc.core.types import Decision, WorkerInfo
+    from services.router.ports import EnginePort
+
+MAX_ROOM = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What the client asked for."""
+
+    session_id: str
+    tokens: bytes
+    max_new_tokens: int
+    temperature: float
+    traceparent: str = ""
+
+
+class PrefillFailed(EngineError):
+    """The prefill worker did not do its half."""
+
+
+class Runner:
+    """Runs turns over an EnginePort."""
+
+    def __init__(self, engines: EnginePort) -> None:
+        """Uses one port for all engines."""
+        self._engines = engines
+
+    async def run(
+        self, job: Job, decision: Decision, decode: WorkerInfo, prefill: WorkerInfo | None, on_prefilled: Callable[[], None]
+    ) -> AsyncIterator[EngineChunk]:
+        """Streams the turn. Closing the iterator aborts it on every engine.
+
+        Args:
+            job: the turn.
+            decision: how it runs.
+            decode: the decode worker.
+            prefill: the prefill worker, when one takes part.
+            on_prefilled: called when the prefill worker is done.
+
+        Raises:
+            PrefillFailed: the prefill worker failed.
+            EngineError: the decode worker failed.
+        """
+        if prefill is None:
+            async with aclosing(self._engines.generate(self._call(job, decision, decode, None))) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+            return
+        bootstrap = (prefill.bootstrap_host, prefill.bootstrap_port, secrets.randbelow(MAX_ROOM))
+        half = asyncio.create_task(self._engines.prefill(self._call(job, decision, prefill, bootstrap)))
+        try:
+            async with aclosing(self._engines.generate(self._call(job, decision, decode, bootstrap))) as chunks:
+                async for chunk in _joined(chunks, half, on_prefilled):
+                    yield chunk
+        finally:
+            half.cancel()
+            await asyncio.gather(half, return_exceptions=True)
+
+    def _call(self, job: Job, decision: Decision, worker: WorkerInfo, bootstrap: tuple[str, int, int] | None) -> EngineCall:
+        admission = decision.admission
+        own = f"{decision.attempt.request_id}.{decision.attempt.attempt_number}"
+        return EngineCall(
+            url=worker.engine_url,
+            rid=admission.ticket if admission is not None and worker.ref == decision.decode else own,
+            session_id=job.session_id,
+            tokens=job.tokens,
+            max_new_tokens=job.max_new_tokens,
+            temperature=job.temperature,
+            bootstrap=bootstrap,
+            traceparent=job.traceparent,
+        )
+
+
+async def _joined(chunks: AsyncIterator[EngineChunk], half: asyncio.Task[None], on_prefilled: Callable[[], None]) -> AsyncIterator[EngineChunk]:
+    """The decode worker's chunks, for as long as the prefill worker has not failed."""
+    following: asyncio.Task[EngineChunk] | None = None
+    try:
+        while not half.done():
+            following = following or asyncio.ensure_future(anext(chunks))  # type: ignore[arg-type]  # anext of an async generator
+            await asyncio.wait({following, half}, return_when=asyncio.FIRST_COMPLETED)
+            if following.done():
+                try:
+                    chunk = following.result()
+                except StopAsyncIteration:
+                    return
+                except EngineError as error:
+                    raise await _cause(error, half) from error
+                following = None
+                yield chunk
+        _check(half)
+        on_prefilled()
+        if following is not None:
+            try:
+                chunk = await following
+            except StopAsyncIteration:
+                return
+            following = None
+            yield chunk
+    finally:
+        if following is not None:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+    async for chunk in chunks:
+        yield chunk
+
+
+async def _cause(error: EngineError, half: asyncio.Task[None]) -> EngineError:
+    """When the decode worker fails because the prefill worker did, the prefill worker's own words are the better reason."""
+    await asyncio.wait({half}, timeout=0.05)
+    if half.done() and not half.cancelled() and isinstance(half.exception(), EngineError):
+        return _as_prefill(half.exception())
+    return error
+
+
+def _check(half: asyncio.Task[None]) -> None:
+    error = half.exception()
+    if error is not None:
+        raise _as_prefill(error) from error
+
+
+def _as_prefill(error: BaseException | None) -> PrefillFailed:
+    if isinstance(error, EngineError):
+        return PrefillFailed(
+            error.status, error.reason, error.message, gone=error.gone, field=error.field, retry_after_s=error.retry_after_s
+        )
+    return PrefillFailed(0, "prefill-failed", f"{type(error).__name__}: {error}")
