@@ -94,7 +94,7 @@ def test_a_generated_servicer_answers_through_its_service_descriptor() -> None:
     call = server.invoke_unary_unary(service.methods_by_name["GetWorker"], (), admission_pb2.GetWorkerRequest(), 10.0)
     response, trailing, code, _ = call.termination()
     assert code is grpc.StatusCode.OK
-    assert tuple(trailing) == (("seen", "GetWorkerRequest"),)
+    assert ("seen", "GetWorkerRequest") in trailing
     assert (response.info.worker.worker_id, response.info.worker.epoch, response.info.role) == ("d0", 7, types_pb2.ROLE_DECODE)
 
 
