@@ -1,0 +1,1 @@
+"""Traces, generated workloads, replay against a mesh, and the numbers that come out."""
