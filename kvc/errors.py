@@ -19,6 +19,8 @@ The tree needs no gRPC: an engine process without it can raise and encode these 
 when they are called.
 """
 
+# ruff: noqa: N818 - the errors are named after what happened, as status codes are
+
 from __future__ import annotations
 
 import json

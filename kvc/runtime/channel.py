@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 import grpc.aio
@@ -62,17 +62,16 @@ def channel(
         *KEEPALIVE,
         *RECONNECT,
     ]
-    interceptors: list[grpc.aio.ClientInterceptor] = list(telemetry.client_interceptors()) if telemetry else []
-    if token:
-        interceptors += [kind(token) for kind in (_UnaryUnary, _UnaryStream, _StreamUnary, _StreamStream)]
+    hooks: list[Hook] = [*(telemetry.client_hooks() if telemetry else []), *([_Token(token)] if token else [])]
+    around = [one for hook in hooks for one in interceptors(hook)]
     if tls_ca is None:
-        return grpc.aio.insecure_channel(target, options=options, interceptors=interceptors)
+        return grpc.aio.insecure_channel(target, options=options, interceptors=around)
     credentials = grpc.ssl_channel_credentials(
         root_certificates=read_file("tls_ca", tls_ca),
         private_key=read_file("tls_key", tls_key) if tls_key else None,
         certificate_chain=read_file("tls_cert", tls_cert) if tls_cert else None,
     )
-    return grpc.aio.secure_channel(target, credentials, options=options, interceptors=interceptors)
+    return grpc.aio.secure_channel(target, credentials, options=options, interceptors=around)
 
 
 def read_file(key: str, path: Path) -> bytes:
@@ -90,36 +89,55 @@ def read_file(key: str, path: Path) -> bytes:
     return content
 
 
+class Hook(Protocol):
+    """What happens around every call of a channel, whatever its kind."""
+
+    async def call(self, continuation: Any, details: grpc.aio.ClientCallDetails, request: Any) -> Any:
+        """Returns what `continuation(details, request)` returns; `request` is an iterator when there are many."""
+        ...
+
+
+def interceptors(hook: Hook) -> list[grpc.aio.ClientInterceptor]:
+    """One interceptor for each kind of call: gRPC takes each object for one kind only."""
+    return [_UnaryUnary(hook), _UnaryStream(hook), _StreamUnary(hook), _StreamStream(hook)]
+
+
 class _Token:
     """Adds the authorization header. gRPC's own call credentials would refuse to work without TLS."""
 
     def __init__(self, token: str) -> None:
         self._header = ("authorization", f"Bearer {token}")
 
-    def _with_token(self, details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
+    async def call(self, continuation: Any, details: grpc.aio.ClientCallDetails, request: Any) -> Any:
         metadata = grpc.aio.Metadata(*(details.metadata or ()), self._header)
-        return grpc.aio.ClientCallDetails(details.method, details.timeout, metadata, details.credentials, details.wait_for_ready)
+        signed = grpc.aio.ClientCallDetails(details.method, details.timeout, metadata, details.credentials, details.wait_for_ready)
+        return await continuation(signed, request)
 
 
-class _UnaryUnary(_Token, grpc.aio.UnaryUnaryClientInterceptor):
+class _Hooked:
+    def __init__(self, hook: Hook) -> None:
+        self._hook = hook
+
+
+class _UnaryUnary(_Hooked, grpc.aio.UnaryUnaryClientInterceptor):
     async def intercept_unary_unary(self, continuation: Any, client_call_details: grpc.aio.ClientCallDetails, request: Any) -> Any:
-        return await continuation(self._with_token(client_call_details), request)
+        return await self._hook.call(continuation, client_call_details, request)
 
 
-class _UnaryStream(_Token, grpc.aio.UnaryStreamClientInterceptor):
+class _UnaryStream(_Hooked, grpc.aio.UnaryStreamClientInterceptor):
     async def intercept_unary_stream(self, continuation: Any, client_call_details: grpc.aio.ClientCallDetails, request: Any) -> Any:
-        return await continuation(self._with_token(client_call_details), request)
+        return await self._hook.call(continuation, client_call_details, request)
 
 
-class _StreamUnary(_Token, grpc.aio.StreamUnaryClientInterceptor):
+class _StreamUnary(_Hooked, grpc.aio.StreamUnaryClientInterceptor):
     async def intercept_stream_unary(
         self, continuation: Any, client_call_details: grpc.aio.ClientCallDetails, request_iterator: Any
     ) -> Any:
-        return await continuation(self._with_token(client_call_details), request_iterator)
+        return await self._hook.call(continuation, client_call_details, request_iterator)
 
 
-class _StreamStream(_Token, grpc.aio.StreamStreamClientInterceptor):
+class _StreamStream(_Hooked, grpc.aio.StreamStreamClientInterceptor):
     async def intercept_stream_stream(
         self, continuation: Any, client_call_details: grpc.aio.ClientCallDetails, request_iterator: Any
     ) -> Any:
-        return await continuation(self._with_token(client_call_details), request_iterator)
+        return await self._hook.call(continuation, client_call_details, request_iterator)

@@ -249,7 +249,9 @@ def _find(one: _Setting, flags: dict[str, Any], environ: Mapping[str, str], tabl
     flagged = flags[one.dest]
     if flagged is not None:
         origin = f"flag {one.flag}"
-        value = flagged if one.kind.is_bool else _cast(one, one.kind.from_texts if one.kind.is_tuple else one.kind.from_text, flagged, origin)
+        value = (
+            flagged if one.kind.is_bool else _cast(one, one.kind.from_texts if one.kind.is_tuple else one.kind.from_text, flagged, origin)
+        )
     elif one.env in environ:
         origin = f"environment {one.env}"
         value = _cast(one, one.kind.from_text, environ[one.env], origin)

@@ -1,22 +1,25 @@
 """Server interceptors: who may call, and what a failed call looks like from outside. Both cover all four kinds of calls.
 
-Order: [OpenTelemetry, ErrorBoundary, BearerToken]. The boundary turns exceptions into a status inside the span, so that failed spans
-look failed; the token check raises inside the boundary. Streaming handlers are async generators; they are closed in the call's own
-task, at once, when the caller goes away, so what a handler holds is given back before the call is over (F58).
+Order: [tracing, ErrorBoundary, BearerToken]. The boundary turns exceptions into a status inside the span, so that failed spans look
+failed; the token check raises inside the boundary. Streaming servicer methods are async generators that iterate over their requests.
+The boundary runs them in the call's own task and closes them there when the caller goes away, so what a handler holds is given back
+before the call is over (F58); gRPC alone would leave that to the garbage collector.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import secrets
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
-from kvc.errors import Internal, KvcError, Unauthenticated, leaf, to_status
+from kvc.errors import Internal, InvalidField, KvcError, Unauthenticated, leaf, to_status
 from kvc.runtime.logs import event
 
 if TYPE_CHECKING:
@@ -24,43 +27,46 @@ if TYPE_CHECKING:
 
     Handler = grpc.RpcMethodHandler[Any, Any]
     Context = grpc.aio.ServicerContext[Any, Any]
+    Continue = Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]
+    Behaviour = Callable[[Any, Context], Any]
 
 logger = logging.getLogger(__name__)
 
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
+_MALFORMED = object()
 
 
 class ErrorBoundary(grpc.aio.ServerInterceptor):
     """Turns what escapes a handler into a status.
 
-    A `KvcError`, also one inside an exception group, becomes its own status with google.rpc details. Aborts and cancellation pass.
-    Everything else becomes INTERNAL with an incident id that the log has with the traceback; the caller never sees the traceback.
+    A `KvcError`, also one inside an exception group, becomes its own status with google.rpc details. A request that is no message
+    becomes INVALID_ARGUMENT. Aborts and the caller's cancellation pass. Everything else becomes INTERNAL with an incident id under
+    which the log has the traceback; the caller never sees the traceback.
     """
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler:
-        """Wraps the handler; unknown methods stay unknown."""
+    async def intercept_service(self, continuation: Continue, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
+        """Wraps the handler; an unknown method stays unknown."""
         handler = await continuation(handler_call_details)
-        method = handler_call_details.method
+        if handler is None:
+            return None
+        behaviour, method = behaviour_of(handler), handler_call_details.method
+        many = bool(handler.request_streaming)
 
         async def unary(request: Any, context: Context) -> Any:
             try:
-                return await _behaviour(handler)(request, context)
-            except Exception as error:  # noqa: BLE001 - the boundary
+                return await behaviour(_wellformed(request, many=many), context)
+            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - the boundary
                 await _abort(error, context, method)
 
-        async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+        async def stream(request: Any, context: Context) -> None:
             try:
-                async with aclosing(_behaviour(handler)(request, context)) as responses:
+                async with aclosing(behaviour(_wellformed(request, many=many), context)) as responses:
                     async for response in responses:
-                        yield response
-            except Exception as error:  # noqa: BLE001 - the boundary
+                        await context.write(response)
+            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - the boundary
                 await _abort(error, context, method)
 
-        return _same_kind(handler, unary, stream)
+        return same_kind(handler, unary, stream, _guarded(handler.request_deserializer))
 
 
 class BearerToken(grpc.aio.ServerInterceptor):
@@ -70,70 +76,118 @@ class BearerToken(grpc.aio.ServerInterceptor):
         """Accepts exactly `token`."""
         self._expected = f"Bearer {token}".encode()
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler:
-        """Passes the handler, or one of the same kind that refuses without reading the request."""
+    async def intercept_service(self, continuation: Continue, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
+        """Passes the handler, or one of the same kind that refuses without parsing the request."""
         handler = await continuation(handler_call_details)
-        if handler_call_details.method.startswith(HEALTH_PREFIX):
+        if handler is None or handler_call_details.method.startswith(HEALTH_PREFIX):
             return handler
         given = [value for key, value in handler_call_details.invocation_metadata or () if key == "authorization"]
         if len(given) == 1 and hmac.compare_digest(_octets(given[0]), self._expected):
             return handler
-        refusal = Unauthenticated("authorization: a bearer token is required" if not given else "authorization: the token is wrong")
+        refusal = "a bearer token is required" if not given else "the bearer token is wrong"
 
         async def unary(_request: Any, _context: Context) -> Any:
-            raise refusal
+            raise Unauthenticated(refusal, field="authorization")
 
         async def stream(_request: Any, _context: Context) -> AsyncIterator[Any]:
-            raise refusal
+            raise Unauthenticated(refusal, field="authorization")
             yield  # makes this an async generator
 
-        return _same_kind(handler, unary, stream, parse=False)
+        return same_kind(handler, unary, stream, None)
+
+
+def behaviour_of(handler: Handler) -> Behaviour:
+    """The function of a handler, whatever its kind."""
+    found: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    behaviour: Behaviour = found
+    return behaviour
+
+
+def same_kind(handler: Handler, unary: Behaviour, stream: Behaviour, deserializer: Callable[[bytes], Any] | None) -> Handler:
+    """A handler of the same kind around another function.
+
+    Args:
+        handler: the handler that is replaced.
+        unary: what answers when there is one response.
+        stream: what answers when there are many.
+        deserializer: parses requests; None hands over their bytes.
+    """
+    makers: dict[tuple[bool, bool], Any] = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }
+    made: Handler = makers[bool(handler.request_streaming), bool(handler.response_streaming)](
+        stream if handler.response_streaming else unary,
+        request_deserializer=deserializer,
+        response_serializer=handler.response_serializer,
+    )
+    return made
 
 
 def _octets(value: str | bytes) -> bytes:
     return value if isinstance(value, bytes) else value.encode("utf-8", "surrogatepass")
 
 
-def _behaviour(handler: Handler) -> Callable[[Any, Any], Any]:
-    """The function of a handler, whatever its kind."""
-    found: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
-    behaviour: Callable[[Any, Any], Any] = found
-    return behaviour
+def _guarded(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    """A deserializer that marks what it cannot parse: gRPC would answer an exception with UNKNOWN and its text (F76)."""
+    if parse is None:
+        return None
+
+    def guarded(raw: bytes) -> Any:
+        try:
+            return parse(raw)
+        except DecodeError:
+            return _MALFORMED
+
+    return guarded
 
 
-def _same_kind(handler: Handler | None, unary: Any, stream: Any, *, parse: bool = True) -> Handler:
-    """A handler of the same kind around other functions; None, for an unknown method, stays None."""
-    if handler is None:
-        return handler  # type: ignore[return-value]  # the stubs do not know of unknown methods
-    makers = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }
-    maker: Any = makers[bool(handler.request_streaming), bool(handler.response_streaming)]
-    made: Handler = maker(
-        stream if handler.response_streaming else unary,
-        request_deserializer=handler.request_deserializer if parse else None,
-        response_serializer=handler.response_serializer,
-    )
-    return made
+def _wellformed(request: Any, *, many: bool) -> Any:
+    """The request, or the iterator over the requests.
+
+    Raises:
+        InvalidField: it could not be parsed.
+    """
+    if many:
+        return _Requests(request)
+    if request is _MALFORMED:
+        raise InvalidField("is no valid message of its type", field="request")
+    return request
 
 
-async def _abort(error: Exception, context: Context, method: str) -> None:
+class _Requests:
+    """Iterates over requests; raises `InvalidField` at one that could not be parsed."""
+
+    def __init__(self, requests: AsyncIterator[Any]) -> None:
+        self._requests = aiter(requests)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        return _wellformed(await anext(self._requests), many=False)
+
+
+async def _abort(error: BaseException, context: Context, method: str) -> None:
     """Ends the call with the status of `error`. Always raises."""
-    if isinstance(error, grpc.aio.AbortError):
-        raise error
-    if isinstance(error, grpc.aio.BaseError) and context.done():
-        raise error  # the caller went away while we answered: no fault of ours, and nobody to tell
     cause = leaf(error)
+    if isinstance(cause, grpc.aio.AbortError):
+        raise cause  # a servicer's own abort; its status is sent
+    if isinstance(cause, asyncio.CancelledError) and _is_cancelled():
+        raise cause  # the caller went away
+    if isinstance(cause, grpc.aio.BaseError) and not isinstance(cause, grpc.aio.UsageError):
+        raise cause  # the call ended under our hands; gRPC tells a vanished caller from a fault of its own
     if not isinstance(cause, KvcError):
         incident = secrets.token_hex(6)
         event(logger, "internal_error", level=logging.ERROR, error=error, incident=incident, method=method)
         cause = Internal(f"internal error, incident {incident}")
     code, details, trailing = to_status(cause)
     await context.abort(code, details, tuple(trailing))
+
+
+def _is_cancelled() -> bool:
+    """True when this task was cancelled, False when something it awaited was: gRPC would leave that caller without an answer."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0

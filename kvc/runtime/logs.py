@@ -6,7 +6,7 @@ masked whatever their value, long values are cut, and a value that cannot be enc
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import json
 import logging
 import math
@@ -20,7 +20,20 @@ MAX_ITEMS = 64
 MASK = "[masked]"
 # Never logged, whoever passes them: what users wrote, what models answered, and what opens doors.
 _MASKED = frozenset(
-    {"prompt", "text", "messages", "content", "input_ids", "output_ids", "token_ids", "auth_token", "token", "authorization", "password", "secret"}
+    {
+        "prompt",
+        "text",
+        "messages",
+        "content",
+        "input_ids",
+        "output_ids",
+        "token_ids",
+        "auth_token",
+        "token",
+        "authorization",
+        "password",
+        "secret",
+    }
 )
 _RESERVED = frozenset({"ts", "level", "service", "event"})
 
@@ -36,7 +49,7 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The line, without its newline; always valid ASCII JSON."""
         fields = getattr(record, "kvc_fields", None)
-        moment = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        moment = dt.datetime.fromtimestamp(record.created, dt.UTC)
         line: dict[str, Any] = {
             "ts": moment.isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),

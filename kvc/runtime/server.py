@@ -5,13 +5,13 @@ from __future__ import annotations
 import ipaddress
 import logging
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 - settings are read by their evaluated annotations
 from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]  # no types published
+from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]  # no types published
 
 from kvc.runtime.channel import MAX_MESSAGE_BYTES, channel, read_file
 from kvc.runtime.config import ConfigError, setting

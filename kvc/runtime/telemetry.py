@@ -1,8 +1,7 @@
 """One OpenTelemetry trace a request, across router, agent and engine; off unless an endpoint is configured.
 
-Between gRPC services the interceptors carry the context; over HTTP, over the engine link and inside batched streams the W3C
-`traceparent` string does (`traceparent`, `context_from`). Long-lived streams and health checks make no spans: they are no requests.
-No global provider is set: whoever traces holds a `Telemetry`.
+Between gRPC services interceptors (kvc.runtime.tracing) carry the context; over HTTP, over the engine link and inside batched streams
+the W3C `traceparent` string does (`traceparent`, `context_from`). No global provider is set: whoever traces holds a `Telemetry`.
 """
 
 from __future__ import annotations
@@ -19,22 +18,14 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from kvc.runtime.config import setting
+from kvc.runtime.tracing import ClientTracing, ServerTracing
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import grpc.aio
 
 _EXPORT_TIMEOUT_S = 2
 _SHUTDOWN_TIMEOUT_MS = 2000
 _W3C = TraceContextTextMapPropagator()
-# Streams that live as long as their peers, and probes.
-UNTRACED = (
-    "/grpc.health.v1.Health/",
-    "/grpc.reflection.",
-    "/kvc.v1.AdmissionService/AdmitStream",
-    "/kvc.v1.AdmissionService/WatchResidency",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +77,11 @@ class Telemetry:
 
     def server_interceptors(self) -> list[grpc.aio.ServerInterceptor]:
         """Go before all others: an error must be a status by the time the span sees it."""
-        if self._provider is None:
-            return []
-        from opentelemetry.instrumentation.grpc import aio_server_interceptor  # noqa: PLC0415 - only who traces pays
+        return [ServerTracing(self.tracer)] if self.enabled else []
 
-        return [aio_server_interceptor(self._provider, filter_=_is_traced)]
-
-    def client_interceptors(self) -> Sequence[grpc.aio.ClientInterceptor]:
-        """One for each kind of call; go first."""
-        if self._provider is None:
-            return []
-        from opentelemetry.instrumentation.grpc import aio_client_interceptors  # noqa: PLC0415 - only who traces pays
-
-        interceptors: list[grpc.aio.ClientInterceptor] = aio_client_interceptors(self._provider, filter_=_is_traced)
-        return interceptors
+    def client_hooks(self) -> list[ClientTracing]:
+        """What `kvc.runtime.channel.channel` wraps around every call."""
+        return [ClientTracing(self.tracer)] if self.enabled else []
 
     def shutdown(self) -> None:
         """Exports what is left, for at most 2 s, and stops."""
@@ -120,10 +102,3 @@ def traceparent() -> str:
 def context_from(parent: str) -> Context:
     """The context to start a span in, as the child of a `traceparent`; a root when that is empty or malformed."""
     return _W3C.extract({"traceparent": parent}, context=Context()) if parent else Context()
-
-
-def _is_traced(details: grpc.aio.ClientCallDetails | grpc.HandlerCallDetails) -> bool:
-    method = details.method
-    if isinstance(method, bytes):
-        method = method.decode()
-    return not method.startswith(UNTRACED)

@@ -12,7 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 _INT = re.compile(r"[+-]?[0-9]{1,19}")
 _FLOAT = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-_NAMES = {int: "an integer", float: "a finite number", bool: "true or false", str: "a printable string", Path: "a path"}
+_NAMES: dict[type, str] = {int: "an integer", float: "a finite number", bool: "true or false", str: "a printable string", Path: "a path"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Kind:
         """
         if self.is_tuple:
             if not isinstance(value, list):
-                raise ValueError("an array")  # noqa: TRY004 - one error type for callers
+                raise ValueError("an array")
             return tuple(self._typed(item) for item in value)
         if self.optional and value == "":
             return None
@@ -124,10 +124,10 @@ def kind_of(hint: Any, key: str) -> Kind:
 
 
 def _base(hint: Any, key: str) -> type:
-    for base in _NAMES:
-        if hint is base:
-            return base
-    raise TypeError(f"{key}: a setting cannot be a {hint}")
+    found = next((base for base in _NAMES if hint is base), None)
+    if found is None:
+        raise TypeError(f"{key}: a setting cannot be a {hint}")
+    return found
 
 
 def _scalar(base: type, text: str) -> Any:

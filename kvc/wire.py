@@ -1,0 +1,434 @@
+"""Between kvc.core values and kvc.v1 messages: one function a message and direction.
+
+Every value that arrives is checked here and nowhere else: a violation is an `InvalidField` that names the field by its path in the
+message (`turn.session_id`). Values that leave come from the core and are trusted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import grpc
+
+from kvc import checks
+from kvc.core.blocks import pack_hashes
+from kvc.core.types import (
+    Admission,
+    Attempt,
+    Executor,
+    Facts,
+    Mode,
+    PrefillOffer,
+    Probe,
+    Reason,
+    Rejection,
+    Role,
+    Turn,
+    WorkerInfo,
+    WorkerRef,
+)
+from kvc.errors import InvalidField, error_for
+from kvc.v1 import admission_pb2, router_pb2, types_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvc.core.types import Decision, Outcome
+    from kvc.errors import KvcError
+
+T = TypeVar("T")
+
+MAX_TRACEPARENT_BYTES = 64
+MAX_CAPABILITIES = 64
+MAX_NAME_BYTES = 512
+MAX_URL_BYTES = 2048
+
+ROLE_TO_PB: Final[Mapping[Role, types_pb2.Role.ValueType]] = {
+    Role.PREFILL: types_pb2.ROLE_PREFILL,
+    Role.DECODE: types_pb2.ROLE_DECODE,
+    Role.MONOLITHIC: types_pb2.ROLE_MONOLITHIC,
+}
+MODE_TO_PB: Final[Mapping[Mode, types_pb2.Mode.ValueType]] = {
+    Mode.DIRECT: types_pb2.MODE_DIRECT,
+    Mode.SEED: types_pb2.MODE_SEED,
+    Mode.RESEED: types_pb2.MODE_RESEED,
+    Mode.FALLBACK: types_pb2.MODE_FALLBACK,
+}
+EXECUTOR_TO_PB: Final[Mapping[Executor, types_pb2.Executor.ValueType]] = {
+    Executor.LOCAL: types_pb2.EXECUTOR_LOCAL,
+    Executor.PREFILL: types_pb2.EXECUTOR_PREFILL,
+}
+REASON_TO_PB: Final[Mapping[Reason, types_pb2.Reason.ValueType]] = {
+    Reason.REAL_LARGE_APPEND: types_pb2.REASON_REAL_LARGE_APPEND,
+    Reason.NO_D_CAPACITY: types_pb2.REASON_NO_D_CAPACITY,
+    Reason.SESSION_NOT_RESIDENT_NO_CAPACITY: types_pb2.REASON_SESSION_NOT_RESIDENT_NO_CAPACITY,
+    Reason.SEED_BUDGET: types_pb2.REASON_SEED_BUDGET,
+    Reason.EXCEEDS_CAPACITY: types_pb2.REASON_EXCEEDS_CAPACITY,
+    Reason.DRAINING: types_pb2.REASON_DRAINING,
+    Reason.STALE_EPOCH: types_pb2.REASON_STALE_EPOCH,
+    Reason.SESSION_BUSY: types_pb2.REASON_SESSION_BUSY,
+}
+ROLE_FROM_PB: Final[Mapping[int, Role]] = {pb: role for role, pb in ROLE_TO_PB.items()}
+MODE_FROM_PB: Final[Mapping[int, Mode]] = {pb: mode for mode, pb in MODE_TO_PB.items()}
+EXECUTOR_FROM_PB: Final[Mapping[int, Executor]] = {pb: executor for executor, pb in EXECUTOR_TO_PB.items()}
+REASON_FROM_PB: Final[Mapping[int, Reason]] = {pb: reason for reason, pb in REASON_TO_PB.items()}
+REASON_NAMES: Final[Mapping[int, str]] = {pb: reason.value for pb, reason in REASON_FROM_PB.items()}
+"""Enum number -> the paper's string."""
+
+
+def attempt_to_pb(attempt: Attempt) -> types_pb2.Attempt:
+    """Attempt."""
+    return types_pb2.Attempt(request_id=attempt.request_id, attempt_number=attempt.attempt_number)
+
+
+def attempt_from_pb(pb: types_pb2.Attempt, field: str = "attempt") -> Attempt:
+    """Attempt.
+
+    Raises:
+        InvalidField: request_id is not 1 to 128 printable ASCII characters.
+    """
+    return Attempt(checks.identifier(pb.request_id, f"{field}.request_id"), pb.attempt_number)
+
+
+def ref_to_pb(ref: WorkerRef) -> types_pb2.WorkerRef:
+    """WorkerRef."""
+    return types_pb2.WorkerRef(worker_id=ref.worker_id, epoch=ref.epoch)
+
+
+def ref_from_pb(pb: types_pb2.WorkerRef, field: str = "worker") -> WorkerRef:
+    """WorkerRef; epoch 0 is "whichever lives now".
+
+    Raises:
+        InvalidField: worker_id is not 1 to 128 printable ASCII characters.
+    """
+    return WorkerRef(checks.identifier(pb.worker_id, f"{field}.worker_id"), pb.epoch)
+
+
+def turn_to_pb(turn: Turn) -> types_pb2.Turn:
+    """Turn. `shared_blocks` stays: only the router that counted them reads them."""
+    return types_pb2.Turn(
+        session_id=turn.session_id,
+        turn_index=turn.turn_index,
+        input_tokens=turn.input_tokens,
+        output_reserve_tokens=turn.output_reserve_tokens,
+        block_hashes=pack_hashes(turn.chain),
+        known_session=turn.known_session,
+        new_tokens=turn.new_tokens,
+    )
+
+
+def turn_from_pb(pb: types_pb2.Turn, block_tokens: int, field: str = "turn") -> Turn:
+    """Turn.
+
+    Args:
+        pb: the message.
+        block_tokens: routing block, tokens; bounds the number of hashes.
+        field: path of the message.
+
+    Raises:
+        InvalidField: a field is out of its range.
+    """
+    input_tokens = checks.count(pb.input_tokens, f"{field}.input_tokens", 1, checks.MAX_TOKENS)
+    return Turn(
+        session_id=checks.session_id(pb.session_id, f"{field}.session_id"),
+        turn_index=pb.turn_index,
+        chain=checks.chain(pb.block_hashes, f"{field}.block_hashes", input_tokens, block_tokens),
+        input_tokens=input_tokens,
+        output_reserve_tokens=checks.count(pb.output_reserve_tokens, f"{field}.output_reserve_tokens", 0, checks.MAX_TOKENS),
+        known_session=pb.known_session,
+        new_tokens=checks.count(pb.new_tokens, f"{field}.new_tokens", 0, input_tokens),
+    )
+
+
+def offer_to_pb(offer: PrefillOffer) -> types_pb2.PrefillOffer:
+    """PrefillOffer."""
+    return types_pb2.PrefillOffer(
+        backlog_s=offer.backlog_s,
+        prefill_tokens_per_s=offer.prefill_tokens_per_s,
+        transfer_tokens_per_s=offer.transfer_tokens_per_s,
+        matched_tokens=offer.matched_tokens,
+    )
+
+
+def offer_from_pb(pb: types_pb2.PrefillOffer, input_tokens: int, field: str = "offer") -> PrefillOffer:
+    """PrefillOffer for a prompt of `input_tokens` tokens.
+
+    Raises:
+        InvalidField: a number is not finite or out of its range.
+    """
+    return PrefillOffer(
+        backlog_s=checks.amount(pb.backlog_s, f"{field}.backlog_s"),
+        prefill_tokens_per_s=checks.rate(pb.prefill_tokens_per_s, f"{field}.prefill_tokens_per_s"),
+        transfer_tokens_per_s=checks.rate(pb.transfer_tokens_per_s, f"{field}.transfer_tokens_per_s"),
+        matched_tokens=checks.count(pb.matched_tokens, f"{field}.matched_tokens", 0, input_tokens),
+    )
+
+
+def admit_request_to_pb(
+    attempt: Attempt,
+    worker: WorkerRef,
+    turn: Turn,
+    offer: PrefillOffer | None,
+    *,
+    deadline_ms: int = 0,
+    traceparent: str = "",
+) -> admission_pb2.AdmitRequest:
+    """AdmitRequest.
+
+    Args:
+        attempt: which try.
+        worker: the life that is asked.
+        turn: the turn.
+        offer: the alternative to a local prefill, None when there is none.
+        deadline_ms: milliseconds the caller waits; 0 = the agent's default.
+        traceparent: W3C context, for calls on AdmitStream.
+    """
+    return admission_pb2.AdmitRequest(
+        attempt=attempt_to_pb(attempt),
+        worker=ref_to_pb(worker),
+        turn=turn_to_pb(turn),
+        offer=None if offer is None else offer_to_pb(offer),
+        deadline_ms=deadline_ms,
+        traceparent=traceparent,
+    )
+
+
+def admit_request_to_core(pb: admission_pb2.AdmitRequest, block_tokens: int) -> tuple[Attempt, WorkerRef, Turn, PrefillOffer | None]:
+    """AdmitRequest, all of it checked, also `deadline_ms` and `traceparent`, which the caller reads from the message.
+
+    Args:
+        pb: the message.
+        block_tokens: routing block of the mesh, tokens.
+
+    Raises:
+        InvalidField: a field is missing or out of its range.
+    """
+    for field in ("attempt", "worker", "turn"):
+        if not pb.HasField(field):
+            raise InvalidField("is required", field=field)
+    attempt, worker = attempt_from_pb(pb.attempt), ref_from_pb(pb.worker)
+    turn = turn_from_pb(pb.turn, block_tokens)
+    offer = offer_from_pb(pb.offer, turn.input_tokens) if pb.HasField("offer") else None
+    checks.count(pb.deadline_ms, "deadline_ms", 0, checks.MAX_DEADLINE_MS)
+    checks.text(pb.traceparent, "traceparent", 0, MAX_TRACEPARENT_BYTES)
+    return attempt, worker, turn, offer
+
+
+def facts_to_pb(facts: Facts) -> types_pb2.Facts:
+    """Facts, the part that travels."""
+    return types_pb2.Facts(
+        capacity_tokens=facts.capacity_tokens,
+        held_tokens=facts.held_tokens,
+        reserved_tokens=facts.reserved_tokens,
+        evictable_tokens=facts.evictable_tokens,
+        matched_tokens=facts.matched_tokens,
+        host_matched_tokens=facts.host_matched_tokens,
+        load_back_s=facts.load_back_s,
+        prefill_backlog_s=facts.prefill_backlog_s,
+        running=facts.running,
+        pending_transfers=facts.pending_transfers,
+        queued_tokens=facts.queued_tokens,
+    )
+
+
+def facts_from_pb(pb: types_pb2.Facts, field: str = "facts") -> Facts:
+    """Facts; what does not travel keeps its default.
+
+    Raises:
+        InvalidField: a time is negative or not finite.
+    """
+    return Facts(
+        capacity_tokens=pb.capacity_tokens,
+        held_tokens=pb.held_tokens,
+        reserved_tokens=pb.reserved_tokens,
+        evictable_tokens=pb.evictable_tokens,
+        matched_tokens=pb.matched_tokens,
+        host_matched_tokens=pb.host_matched_tokens,
+        load_back_s=checks.amount(pb.load_back_s, f"{field}.load_back_s"),
+        prefill_backlog_s=checks.amount(pb.prefill_backlog_s, f"{field}.prefill_backlog_s"),
+        running=pb.running,
+        pending_transfers=pb.pending_transfers,
+        queued_tokens=pb.queued_tokens,
+    )
+
+
+def outcome_to_pb(outcome: Outcome, attempt: Attempt, worker: WorkerRef, facts: Facts | None = None) -> admission_pb2.AdmitResponse:
+    """AdmitResponse around an outcome.
+
+    Args:
+        outcome: yes or no.
+        attempt: which try is answered.
+        worker: who answers.
+        facts: what the answer was based on; None when the worker was not asked (stale epoch).
+    """
+    pb = admission_pb2.AdmitResponse(attempt=attempt_to_pb(attempt), worker=ref_to_pb(worker))
+    if facts is not None:
+        pb.facts.CopyFrom(facts_to_pb(facts))
+    if isinstance(outcome, Admission):
+        pb.admission.mode = MODE_TO_PB[outcome.mode]
+        pb.admission.executor = EXECUTOR_TO_PB[outcome.executor]
+        pb.admission.ticket = outcome.ticket
+        pb.admission.ttl_s = outcome.ttl_s
+        pb.admission.append_tokens = outcome.append_tokens
+        pb.admission.need_tokens = outcome.need_tokens
+    else:
+        pb.rejection.reason = REASON_TO_PB[outcome.reason]
+        pb.rejection.retry_after_s = outcome.retry_after_s
+        pb.rejection.terminal = outcome.terminal
+    return pb
+
+
+def outcome_from_pb(pb: admission_pb2.AdmitResponse) -> Outcome:
+    """The outcome in an AdmitResponse; `attempt`, `worker` and `facts` have functions of their own.
+
+    Raises:
+        InvalidField: there is none, or one of its fields is out of its range.
+    """
+    kind = pb.WhichOneof("outcome")
+    if kind == "admission":
+        yes = pb.admission
+        return Admission(
+            mode=_known(MODE_FROM_PB, yes.mode, "admission.mode"),
+            executor=_known(EXECUTOR_FROM_PB, yes.executor, "admission.executor"),
+            append_tokens=yes.append_tokens,
+            need_tokens=yes.need_tokens,
+            ticket=checks.identifier(yes.ticket, "admission.ticket"),
+            ttl_s=checks.amount(yes.ttl_s, "admission.ttl_s"),
+        )
+    if kind == "rejection":
+        no = pb.rejection
+        return Rejection(
+            reason=_known(REASON_FROM_PB, no.reason, "rejection.reason"),
+            retry_after_s=checks.amount(no.retry_after_s, "rejection.retry_after_s"),
+            terminal=no.terminal,
+        )
+    raise InvalidField("is required: admission or rejection", field="outcome")
+
+
+def worker_info_to_pb(info: WorkerInfo) -> types_pb2.WorkerInfo:
+    """WorkerInfo."""
+    return types_pb2.WorkerInfo(
+        worker=ref_to_pb(info.ref),
+        role=ROLE_TO_PB[info.role],
+        model=info.model,
+        capacity_tokens=info.capacity_tokens,
+        page_tokens=info.page_tokens,
+        block_tokens=info.block_tokens,
+        engine_url=info.engine_url,
+        bootstrap_host=info.bootstrap_host,
+        bootstrap_port=info.bootstrap_port,
+        prefill_tokens_per_s=info.prefill_tokens_per_s,
+        transfer_tokens_per_s=info.transfer_tokens_per_s,
+        draining=info.draining,
+        hash_seed=info.hash_seed,
+        max_input_tokens=info.max_input_tokens,
+        capabilities=info.capabilities,
+    )
+
+
+def worker_info_from_pb(pb: types_pb2.WorkerInfo, field: str = "info") -> WorkerInfo:
+    """WorkerInfo.
+
+    Raises:
+        InvalidField: a field is missing or out of its range; a worker without a life (epoch 0) is no worker.
+    """
+    ref = ref_from_pb(pb.worker, f"{field}.worker")
+    checks.count(ref.epoch, f"{field}.worker.epoch", 1, checks.MAX_U64)
+    checks.count(len(pb.capabilities), f"{field}.capabilities", 0, MAX_CAPABILITIES)
+    return WorkerInfo(
+        ref=ref,
+        role=_known(ROLE_FROM_PB, pb.role, f"{field}.role"),
+        model=checks.text(pb.model, f"{field}.model", 1, MAX_NAME_BYTES),
+        capacity_tokens=checks.count(pb.capacity_tokens, f"{field}.capacity_tokens", 1, checks.MAX_U64),
+        page_tokens=checks.count(pb.page_tokens, f"{field}.page_tokens", 1, checks.MAX_TOKENS),
+        block_tokens=checks.count(pb.block_tokens, f"{field}.block_tokens", 1, checks.MAX_TOKENS),
+        engine_url=checks.url(pb.engine_url, f"{field}.engine_url", MAX_URL_BYTES),
+        bootstrap_host=checks.text(pb.bootstrap_host, f"{field}.bootstrap_host", 0, MAX_NAME_BYTES),
+        bootstrap_port=checks.count(pb.bootstrap_port, f"{field}.bootstrap_port", 0, 65535),
+        prefill_tokens_per_s=checks.rate(pb.prefill_tokens_per_s, f"{field}.prefill_tokens_per_s"),
+        transfer_tokens_per_s=checks.rate(pb.transfer_tokens_per_s, f"{field}.transfer_tokens_per_s"),
+        draining=pb.draining,
+        hash_seed=pb.hash_seed,
+        max_input_tokens=checks.count(pb.max_input_tokens, f"{field}.max_input_tokens", 1, checks.MAX_TOKENS),
+        capabilities=tuple(checks.identifier(one, f"{field}.capabilities") for one in pb.capabilities),
+    )
+
+
+def load_to_pb(facts: Facts, *, sessions: int, open_tickets: int, evicted_tokens: int, peak_use: float) -> types_pb2.WorkerLoad:
+    """WorkerLoad from a worker's facts and counters; `peak_use` is a share of the pool, 0 to 1."""
+    return types_pb2.WorkerLoad(
+        facts=facts_to_pb(facts),
+        sessions=sessions,
+        open_tickets=open_tickets,
+        evicted_tokens=evicted_tokens,
+        peak_use=peak_use,
+    )
+
+
+def probe_to_pb(probe: Probe) -> router_pb2.Probe:
+    """Probe."""
+    return router_pb2.Probe(
+        worker=ref_to_pb(probe.worker),
+        admitted=probe.admitted,
+        reason=types_pb2.REASON_UNSPECIFIED if probe.reason is None else REASON_TO_PB[probe.reason],
+        error=probe.error,
+        elapsed_s=probe.elapsed_s,
+    )
+
+
+def probe_from_pb(pb: router_pb2.Probe, field: str = "probe") -> Probe:
+    """Probe.
+
+    Raises:
+        InvalidField: a field is out of its range.
+    """
+    return Probe(
+        worker=ref_from_pb(pb.worker, f"{field}.worker"),
+        admitted=pb.admitted,
+        reason=None if pb.reason == types_pb2.REASON_UNSPECIFIED else _known(REASON_FROM_PB, pb.reason, f"{field}.reason"),
+        error=pb.error,
+        elapsed_s=checks.amount(pb.elapsed_s, f"{field}.elapsed_s"),
+    )
+
+
+def decision_to_pb(decision: Decision, *, decide_s: float = 0.0) -> router_pb2.Decision:
+    """Decision.
+
+    Args:
+        decision: what Dispatch decided.
+        decide_s: seconds it took, waiting included.
+    """
+    return router_pb2.Decision(
+        request_id=decision.attempt.request_id,
+        mode=MODE_TO_PB[decision.mode],
+        executor=EXECUTOR_TO_PB[decision.executor],
+        decode=ref_to_pb(decision.decode),
+        prefill=None if decision.prefill is None else ref_to_pb(decision.prefill),
+        probes=[probe_to_pb(probe) for probe in decision.probes],
+        overlap_blocks=decision.overlap_blocks,
+        decide_s=decide_s,
+        queued_s=decision.queued_s,
+    )
+
+
+def stream_error_to_pb(error: KvcError) -> admission_pb2.StreamError:
+    """StreamError: what a failed call would have ended with, for one element of a batch."""
+    return admission_pb2.StreamError(
+        code=grpc.StatusCode[error.code].value[0], message=error.message, reason=error.reason, field=error.field
+    )
+
+
+def stream_error_from_pb(pb: admission_pb2.StreamError) -> KvcError:
+    """The typed error; a code that does not exist makes an `Internal`."""
+    return error_for(_CODE_NAMES.get(pb.code, "UNKNOWN"), pb.message, field=pb.field, reason=pb.reason)
+
+
+_CODE_NAMES: Final[Mapping[int, str]] = {code.value[0]: code.name for code in grpc.StatusCode}
+
+
+def _known(names: Mapping[int, T], number: int, field: str) -> T:
+    """The core value of an enum number; 0 and numbers from the future have none."""
+    found = names.get(number)
+    if found is None:
+        raise InvalidField(f"must be one of {', '.join(map(str, names))}, is {number}", field=field)
+    return found
