@@ -44,7 +44,7 @@ check: $(STAMP) ## format, lint, types, layers, protos: zero warnings
 	$(BIN)/python scripts/protos.py --check
 
 test: $(STAMP) ## all tests, and the coverage of kvc.core
-	$(BIN)/pytest -q -n $(WORKERS) --dist loadfile --cov --cov-report= $(PARALLEL_TESTS)
+	$(BIN)/pytest -q -n $(WORKERS) --dist loadfile --cov --cov-report= --cov-fail-under=0 $(PARALLEL_TESTS)
 	$(BIN)/python scripts/coverage_gate.py
 	$(BIN)/pytest -q $(SERIAL_TESTS)
 
