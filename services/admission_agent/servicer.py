@@ -1,0 +1,147 @@
+"""kvc.v1.AdmissionService: checks what arrives, asks the agent, answers."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from kvc import checks
+from kvc.runtime.logs import event
+from kvc.v1 import admission_pb2, admission_pb2_grpc
+from kvc.wire import admit_request_to_core, attempt_from_pb, outcome_to_pb, ref_from_pb, ref_to_pb, worker_info_to_pb
+from services.admission_agent.agent import Ask
+from services.admission_agent.deadlines import child_timeout_s
+from services.admission_agent.stream import AdmitStream
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    import grpc.aio
+
+    from services.admission_agent.agent import AdmissionAgent, Admitter
+    from services.admission_agent.config import AgentConfig
+    from services.admission_agent.residency import Residency
+
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+logger = logging.getLogger(__name__)
+
+MAX_FOLLOWER_BYTES = 128
+DEFAULT_SESSIONS = 1000
+MAX_SESSIONS = 10_000
+MAX_TRACEPARENT_BYTES = 64
+
+
+class AdmissionServicer(admission_pb2_grpc.AdmissionServiceServicer):
+    """The service of one agent. Errors are KvcErrors; the server's error boundary makes statuses of them."""
+
+    def __init__(self, agent: AdmissionAgent, admitter: Admitter, residency: Residency, config: AgentConfig) -> None:
+        """Serves.
+
+        Args:
+            agent: answers everything but Admit.
+            admitter: answers Admit.
+            residency: what WatchResidency follows.
+            config: limits and deadlines.
+        """
+        self._agent = agent
+        self._admitter = admitter
+        self._residency = residency
+        self._config = config
+        self._streams: set[AdmitStream] = set()
+
+    def close_streams(self) -> None:
+        """Streams end once what they have read is answered. Mutates."""
+        for stream in self._streams:
+            stream.close()
+
+    async def Admit(self, request: admission_pb2.AdmitRequest, context: Context) -> admission_pb2.AdmitResponse:  # noqa: N802
+        """One turn."""
+        return await self._admit(request, context.time_remaining(), request.traceparent or _traceparent(context))
+
+    async def AdmitStream(  # noqa: N802
+        self, request_iterator: AsyncIterator[admission_pb2.AdmitStreamRequest], context: Context
+    ) -> AsyncIterator[admission_pb2.AdmitStreamResponse]:
+        """Many turns; the deadline of each is its own, and none waits for another."""
+        event(logger, "admit_stream", level=logging.DEBUG, peer=context.peer())
+        stream = AdmitStream(lambda request: self._admit(request, None, request.traceparent), self._release)
+        if self._agent.draining:
+            stream.close()
+        self._streams.add(stream)
+        try:
+            async with aclosing(stream.serve(request_iterator)) as responses:  # type: ignore[type-var]
+                async for response in responses:
+                    yield response
+        finally:
+            self._streams.discard(stream)
+
+    async def Release(self, request: admission_pb2.ReleaseRequest, context: Context) -> admission_pb2.ReleaseResponse:  # noqa: N802
+        """One ticket."""
+        return await self._release(request, context.time_remaining())
+
+    async def GetSessionStatus(  # noqa: N802
+        self, request: admission_pb2.AdmissionServiceGetSessionStatusRequest, context: Context
+    ) -> admission_pb2.AdmissionServiceGetSessionStatusResponse:
+        """One session."""
+        session_id = checks.session_id(request.session_id)
+        ref, session = await self._agent.session(session_id, self._timeout_s(context.time_remaining()))
+        return admission_pb2.AdmissionServiceGetSessionStatusResponse(
+            worker=ref_to_pb(ref),
+            session=session or admission_pb2.SessionResidency(session_id=session_id),
+            known=session is not None,
+        )
+
+    async def ListSessions(  # noqa: N802
+        self, request: admission_pb2.ListSessionsRequest, context: Context
+    ) -> admission_pb2.ListSessionsResponse:
+        """The most recently used sessions."""
+        limit = checks.count(request.limit, "limit", 0, MAX_SESSIONS) or DEFAULT_SESSIONS
+        ref, sessions, total = await self._agent.sessions(limit, self._timeout_s(context.time_remaining()))
+        return admission_pb2.ListSessionsResponse(worker=ref_to_pb(ref), sessions=sessions, total=total)
+
+    async def WatchResidency(  # noqa: N802
+        self, request: admission_pb2.WatchResidencyRequest, context: Context
+    ) -> AsyncIterator[admission_pb2.WatchResidencyResponse]:
+        """A snapshot, then what changes, for as long as this life of the engine lasts."""
+        name = checks.text(request.follower, "follower", 0, MAX_FOLLOWER_BYTES) or context.peer()
+        self._agent.life()
+        with self._residency.follow(name) as follower:
+            event(logger, "follower_joined", follower=name, followers=self._residency.followers)
+            try:
+                async for message in follower:
+                    yield message
+            finally:
+                event(logger, "follower_left", follower=name)
+
+    async def GetWorker(self, request: admission_pb2.GetWorkerRequest, context: Context) -> admission_pb2.GetWorkerResponse:  # noqa: N802, ARG002
+        """The worker and its load at this moment."""
+        info, load = await self._agent.worker(self._timeout_s(context.time_remaining()))
+        return admission_pb2.GetWorkerResponse(info=worker_info_to_pb(info), load=load)
+
+    async def _admit(self, request: admission_pb2.AdmitRequest, remaining_s: float | None, traceparent: str) -> admission_pb2.AdmitResponse:
+        attempt, worker, turn, offer = admit_request_to_core(request, self._config.residency.block_tokens)
+        admit = self._config.admit
+        timeout_s = child_timeout_s(admit.timeout_s, remaining_s, admit.margin_s)
+        if request.deadline_ms:
+            timeout_s = child_timeout_s(timeout_s, request.deadline_ms / 1000, admit.margin_s)
+        answer = await self._admitter.admit(Ask(attempt, worker, turn, offer, timeout_s, traceparent))
+        return outcome_to_pb(answer.outcome, attempt, answer.worker, answer.facts)
+
+    async def _release(self, request: admission_pb2.ReleaseRequest, remaining_s: float | None = None) -> admission_pb2.ReleaseResponse:
+        if request.HasField("attempt"):
+            attempt_from_pb(request.attempt)
+        worker = ref_from_pb(request.worker)
+        ticket = checks.identifier(request.ticket, "ticket")
+        return admission_pb2.ReleaseResponse(released=await self._agent.release(worker, ticket, self._timeout_s(remaining_s)))
+
+    def _timeout_s(self, remaining_s: float | None) -> float:
+        return child_timeout_s(self._config.engine.call_timeout_s, remaining_s, self._config.admit.margin_s)
+
+
+def _traceparent(context: Context) -> str:
+    """The caller's trace context from the call's metadata; an oversized one is none."""
+    for key, value in context.invocation_metadata() or ():
+        if key == "traceparent" and isinstance(value, str) and len(value) <= MAX_TRACEPARENT_BYTES:
+            return value
+    return ""
