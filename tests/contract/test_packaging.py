@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -92,6 +95,34 @@ def test_the_command_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(str(tmp_path))
     assert "usage: kvc" in done.stdout
+
+
+def test_whatever_is_imported_is_declared_and_the_other_way_round() -> None:
+    declared = {_plain(re.split(r"[^\w.-]", line, maxsplit=1)[0]) for line in PROJECT["project"]["dependencies"]}
+    providers = packages_distributions()
+    used: set[str] = set()
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            for top in _imported(path) - set(sys.stdlib_module_names) - set(PACKAGES):
+                offers = {_plain(name) for name in providers.get(top, [])}
+                assert offers & declared, f"{path.relative_to(ROOT)} imports {top}, which no declared dependency provides"
+                used |= offers
+    assert declared - used == set()
+
+
+def _imported(path: Path) -> set[str]:
+    """Top-level names of the absolute imports of a file."""
+    tops = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            tops |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            tops.add(node.module.partition(".")[0])
+    return tops
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 @pytest.mark.parametrize(
