@@ -1,0 +1,1 @@
+"""The algorithms as pure functions over values: no I/O, no clock, no logging, no environment."""

@@ -30,7 +30,7 @@ def chain_seed(model: str, tokenizer: str = "", lora: str = "") -> int:
     Returns:
         An unsigned 64-bit integer.
     """
-    return xxhash.xxh3_64_intdigest("\x00".join((model, tokenizer, lora)).encode())
+    return xxhash.xxh3_64_intdigest(f"{model}\x00{tokenizer}\x00{lora}".encode())
 
 
 def pack_tokens(token_ids: list[int] | array[int]) -> bytes:
@@ -126,8 +126,10 @@ def resident_blocks(chain: array[int], resident: Container[int]) -> int:
 
 
 class PrefixDigests:
-    """Recognises prompts that only append, so that a turn costs one digest of the old prompt (tens of microseconds per 100k tokens)
-    and the hashes of its new blocks. Holds 16 bytes a session; the chains themselves live in kvc.core.forest.
+    """Recognises prompts that only append.
+
+    Such a turn costs one digest of the old prompt (tens of microseconds per 100k tokens) and the hashes of its new blocks. Holds
+    16 bytes a session; the chains themselves live in kvc.core.forest.
     """
 
     def __init__(self, block_tokens: int, seed: int, max_sessions: int = 200_000) -> None:

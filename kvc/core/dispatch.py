@@ -111,6 +111,7 @@ Dispatch = Generator[Effect, Answer, Decision | GaveUp]
 class _Run:
     """What one dispatch has seen."""
 
+    avoid: frozenset[WorkerRef]
     probes: list[Probe] = field(default_factory=list)
     refused: set[WorkerRef] = field(default_factory=set)
     gone: set[WorkerRef] = field(default_factory=set)
@@ -141,7 +142,7 @@ def dispatch(turn: Turn, sigma: Sigma, request_id: str, *, first_attempt: int = 
     Returns:
         A Decision, whose attempt is open in Σ until TurnEnded; or GaveUp.
     """
-    run = _Run(gone=set(avoid), next_attempt=first_attempt)
+    run = _Run(avoid, gone=set(avoid), next_attempt=first_attempt)
     if not _eligible(sigma, run):
         avoid = frozenset()
         run.gone.clear()
@@ -186,7 +187,7 @@ def _sweep(turn: Turn, sigma: Sigma, request_id: str, run: _Run) -> Generator[Ef
             return None
         sigma.apply(ev.Assigned(ref))
         attempt = run.attempt(request_id)
-        prefill, offer = prefill_offer(turn, sigma, worker)
+        prefill, offer = prefill_offer(turn, sigma, worker, run.avoid)
         answer = yield Ask(ref, attempt, turn, offer)
         if isinstance(answer, Admitted):
             run.probes.append(Probe(ref, admitted=True, elapsed_s=answer.elapsed_s))
@@ -254,7 +255,7 @@ def _decide(
 
 def _fallback(turn: Turn, sigma: Sigma, request_id: str, run: _Run, worker: WorkerState) -> Decision:
     """Lines 26-29: plain prefill/decode disaggregation; no ticket, the engine queues the turn until it fits (R23)."""
-    prefill, offer = prefill_offer(turn, sigma, worker)
+    prefill, offer = prefill_offer(turn, sigma, worker, run.avoid)
     known = worker.facts or Facts(worker.info.capacity_tokens)
     facts = replace(known, matched_tokens=_matched_tokens(turn, worker), prefill_tokens_per_s=worker.info.prefill_tokens_per_s)
     executor = choose_executor(facts, turn.input_tokens, sigma.params, offer)
@@ -291,13 +292,15 @@ def _start(turn: Turn, sigma: Sigma, decision: Decision, prefill: WorkerState | 
     )
 
 
-def prefill_offer(turn: Turn, sigma: Sigma, decode: WorkerState) -> tuple[WorkerState | None, PrefillOffer | None]:
+def prefill_offer(
+    turn: Turn, sigma: Sigma, decode: WorkerState, avoid: frozenset[WorkerRef] = frozenset()
+) -> tuple[WorkerState | None, PrefillOffer | None]:
     """The prefill worker that would be done first, and its terms (R24); round robin over healthy P when executor is "prefill".
 
     Returns:
         (None, None) when |P| = 0, or the decode worker takes no KV from others (R25).
     """
-    pool = sigma.prefill_workers()
+    pool = [worker for worker in sigma.prefill_workers() if worker.ref not in avoid]
     if not pool or decode.info.role is Role.MONOLITHIC:
         return None, None
     if sigma.params.executor == "prefill":
@@ -346,9 +349,7 @@ def _fallback_now(turn: Turn, sigma: Sigma, workers: list[WorkerState], run: _Ru
     need = turn.input_tokens + turn.output_reserve_tokens
     slack = 1.0 - sigma.params.rho
     free = [
-        worker
-        for worker in workers
-        if worker.ref not in run.refused and worker.room_tokens - slack * worker.info.capacity_tokens >= need
+        worker for worker in workers if worker.ref not in run.refused and worker.room_tokens - slack * worker.info.capacity_tokens >= need
     ]
     return _fallback_worker(turn, sigma, free, run)
 

@@ -94,8 +94,12 @@ class Forest:
 
     def known_blocks(self, chain: array[int]) -> int:
         """Length of the longest prefix of `chain` that any session owns."""
+        return self.shared_prefix(chain, 0)
+
+    def shared_prefix(self, chain: array[int], more_than: int) -> int:
+        """Length of the longest prefix of any chain that more than `more_than` live sessions own."""
         node, depth = self._root, 0
-        while depth < len(chain) and (child := node.children.get(chain[depth])) is not None:
+        while depth < len(chain) and (child := node.children.get(chain[depth])) is not None and child.owners > more_than:
             common = common_blocks(child.blocks, chain[depth : depth + len(child.blocks)])
             depth += common
             if common < len(child.blocks):

@@ -99,7 +99,7 @@ _PAPER: dict[str, Any] = {
 }
 
 
-def params_for(profile: Profile, **overrides: Any) -> Params:  # noqa: ANN401 - field values of Params, checked by replace
+def params_for(profile: Profile, **overrides: Any) -> Params:
     """The parameters of a profile with single rulings overridden.
 
     Raises:

@@ -164,6 +164,20 @@ class Sigma:
         session = self.sessions.get(session_id)
         return session.rejects.get(worker_id, 0) if session is not None else 0
 
+    def preview(self, session_id: str, chain: Chain, input_tokens: int) -> Turn:
+        """The turn that a prompt would be, without its arrival: for explanation. Reads only."""
+        session = self.sessions.get(session_id) or SessionState()
+        return Turn(
+            session_id=session_id,
+            turn_index=session.turns,
+            chain=chain,
+            input_tokens=input_tokens,
+            output_reserve_tokens=0,
+            shared_blocks=self.forest.shared_prefix(chain, self.params.shared_after),
+            known_session=session.turns > 0,
+            new_tokens=max(0, input_tokens - session.context_tokens),
+        )
+
     def turn(self, session_id: str, chain: Chain, input_tokens: int, output_reserve_tokens: int) -> Turn:
         """The turn to decide on, from what is known of its session; TurnArrived must have been applied."""
         session = self.sessions[session_id]

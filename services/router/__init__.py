@@ -1,0 +1,1 @@
+"""The router: Algorithms 1 and 3 over gRPC."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 - settings are read from the annotations
 from typing import Literal
 
 from kvc.core.params import Params
@@ -23,7 +23,9 @@ class AgentsConfig:
     token: str | None = setting(None, help="bearer token the agents ask for", secret=True)
     admit_timeout_s: float = setting(1.0, help="longest wait for one Admit", minimum=0.001, maximum=60.0)
     hedge_after_s: float = setting(0.25, help="ask once more for the same answer after this long; 0 = never", minimum=0.0, maximum=60.0)
-    backoff_base_s: float = setting(0.05, help="bound of the first pause before an agent is tried again; full jitter", minimum=0.001, maximum=60.0)
+    backoff_base_s: float = setting(
+        0.05, help="bound of the first pause before an agent is tried again; full jitter", minimum=0.001, maximum=60.0
+    )
     backoff_cap_s: float = setting(1.0, help="longest pause before an agent is tried again", minimum=0.001, maximum=300.0)
     silence_s: float = setting(3.0, help="an agent that sends nothing for this long counts as gone", minimum=0.1, maximum=600.0)
 
@@ -60,6 +62,8 @@ class RouterConfig:
     params: Params = section(Params)
     server: ServerConfig = section(ServerConfig)
     telemetry: TelemetryConfig = section(TelemetryConfig)
-    policy: Literal["kvc", "sticky", "round_robin"] = setting("kvc", help="kvc, or a baseline without admission: vanilla P/D by turns, or pinned")
+    policy: Literal["kvc", "sticky", "round_robin"] = setting(
+        "kvc", help="kvc, or a baseline without admission: vanilla P/D by turns, or pinned"
+    )
     grace_s: float = setting(10.0, help="longest wait for turns in flight after SIGTERM", minimum=0.0, maximum=3600.0)
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", help="least severe level that is logged")

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncGenerator
 
     from kvc.core.dispatch import Admitted, Ask, Refused, Unreachable
-    from kvc.core.events import Event
-    from kvc.core.types import WorkerInfo, WorkerRef
+    from kvc.core.types import Attempt, WorkerRef
 
 
 class AdmissionPort(Protocol):
@@ -20,16 +19,8 @@ class AdmissionPort(Protocol):
         """Algorithm 2 on one worker; idempotent by attempt. Never raises for a failure of the worker or the network."""
         ...
 
-    async def release(self, ref: WorkerRef, ticket: str) -> None:
+    async def release(self, attempt: Attempt, ref: WorkerRef, ticket: str) -> None:
         """Gives a ticket back, best effort: an unreachable worker's tickets expire by themselves."""
-        ...
-
-
-class FollowerPort(Protocol):
-    """One agent's worker and its residency, as events of Σ."""
-
-    def events(self) -> AsyncIterator[Event]:
-        """WorkerJoined, ResidencyReset, then ResidencyChanged and LoadReported; ends by raising Unavailable when the agent is lost."""
         ...
 
 
@@ -42,6 +33,7 @@ class EngineCall:
         rid: request id at the engine; a ticket when admitted.
         session_id: the session.
         tokens: the prompt, packed little-endian u32.
+        text: the prompt as text, when the client sent text; the engine tokenizes it then.
         max_new_tokens: tokens to generate.
         temperature: sampling temperature.
         bootstrap: (host, port, room) when the KV comes from, or goes to, another worker.
@@ -52,6 +44,7 @@ class EngineCall:
     rid: str
     session_id: str
     tokens: bytes
+    text: str | None
     max_new_tokens: int
     temperature: float
     bootstrap: tuple[str, int, int] | None = None
@@ -105,18 +98,10 @@ _FINAL = frozenset({400, 404, 413, 422})
 class EnginePort(Protocol):
     """Runs turns on engines over HTTP."""
 
-    def generate(self, call: EngineCall) -> AsyncIterator[EngineChunk]:
+    def generate(self, call: EngineCall) -> AsyncGenerator[EngineChunk, None]:
         """Streams a turn; closing the iterator aborts it. Raises EngineError."""
         ...
 
     async def prefill(self, call: EngineCall) -> None:
         """Runs a prefill worker's part of a turn to its end; the reply is dropped. Raises EngineError."""
-        ...
-
-
-class Workers(Protocol):
-    """Looks up where a worker is."""
-
-    def info(self, ref: WorkerRef) -> WorkerInfo | None:
-        """The worker if it lives under this epoch."""
         ...

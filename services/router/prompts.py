@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING
 
-from kvc.core.blocks import TOKEN_BYTES, PrefixDigests, pack_tokens, unpack_hashes
-from kvc.engine.tokens import encode
+from kvc.core.blocks import TOKEN_BYTES, PrefixDigests, hash_chain, pack_tokens, unpack_hashes
+from kvc.engine.tokens import encode_text
 from kvc.errors import InvalidField, TooLarge
 
 if TYPE_CHECKING:
@@ -32,12 +32,10 @@ def tokens_of(request: router_pb2.DispatchRequest | router_pb2.RouteRequest, max
         packed = request.packed_input_ids
         if len(packed) % TOKEN_BYTES:
             raise InvalidField(f"{len(packed)} bytes is no multiple of {TOKEN_BYTES}", field="packed_input_ids")
-        view = array("I")
-        view.frombytes(packed)
-        if packed and max(view) > MAX_TOKEN_ID:
+        if not packed[TOKEN_BYTES - 1 :: TOKEN_BYTES].isascii():  # a top byte above 0x7F: an id above 2^31 - 1
             raise InvalidField(f"token ids must be at most {MAX_TOKEN_ID}", field="packed_input_ids")
     elif kind == "text":
-        packed = pack_tokens(encode(request.text))
+        packed = encode_text(request.text)
     else:
         raise InvalidField("one of input_ids, text or packed_input_ids is needed", field="prompt")
     if not packed:
@@ -86,6 +84,10 @@ class Chains:
     def chain(self, session_id: str, tokens: bytes, previous: Chain | None) -> Chain:
         """The chain of a session's prompt; empty while no worker is known."""
         return self._digests.chain(session_id, tokens, previous) if self._digests is not None else array("Q")
+
+    def fresh(self, tokens: bytes) -> Chain:
+        """The chain of a prompt, without remembering it; empty while no worker is known."""
+        return hash_chain(tokens, self._block_tokens, self._digests.seed) if self._digests is not None else array("Q")
 
     def forget(self, session_id: str) -> None:
         """Drops a session."""

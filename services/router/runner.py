@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from services.router.ports import EngineCall, EngineChunk, EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncGenerator, Callable
 
     from kvc.core.types import Decision, WorkerInfo
     from services.router.ports import EnginePort
@@ -29,12 +29,13 @@ class Job:
 
     session_id: str
     tokens: bytes
+    text: str | None
     max_new_tokens: int
     temperature: float
     traceparent: str = ""
 
 
-class PrefillFailed(EngineError):
+class PrefillFailedError(EngineError):
     """The prefill worker did not do its half."""
 
 
@@ -47,7 +48,7 @@ class Runner:
 
     async def run(
         self, job: Job, decision: Decision, decode: WorkerInfo, prefill: WorkerInfo | None, on_prefilled: Callable[[], None]
-    ) -> AsyncIterator[EngineChunk]:
+    ) -> AsyncGenerator[EngineChunk, None]:
         """Streams the turn. Closing the iterator aborts it on every engine.
 
         Args:
@@ -58,7 +59,7 @@ class Runner:
             on_prefilled: called when the prefill worker is done.
 
         Raises:
-            PrefillFailed: the prefill worker failed.
+            PrefillFailedError: the prefill worker failed.
             EngineError: the decode worker failed.
         """
         if prefill is None:
@@ -84,6 +85,7 @@ class Runner:
             rid=admission.ticket if admission is not None and worker.ref == decision.decode else own,
             session_id=job.session_id,
             tokens=job.tokens,
+            text=job.text,
             max_new_tokens=job.max_new_tokens,
             temperature=job.temperature,
             bootstrap=bootstrap,
@@ -91,12 +93,14 @@ class Runner:
         )
 
 
-async def _joined(chunks: AsyncIterator[EngineChunk], half: asyncio.Task[None], on_prefilled: Callable[[], None]) -> AsyncIterator[EngineChunk]:
+async def _joined(
+    chunks: AsyncGenerator[EngineChunk, None], half: asyncio.Task[None], on_prefilled: Callable[[], None]
+) -> AsyncGenerator[EngineChunk, None]:
     """The decode worker's chunks, for as long as the prefill worker has not failed."""
     following: asyncio.Task[EngineChunk] | None = None
     try:
         while not half.done():
-            following = following or asyncio.ensure_future(anext(chunks))  # type: ignore[arg-type]  # anext of an async generator
+            following = following or asyncio.ensure_future(anext(chunks))
             await asyncio.wait({following, half}, return_when=asyncio.FIRST_COMPLETED)
             if following.done():
                 try:
@@ -138,9 +142,9 @@ def _check(half: asyncio.Task[None]) -> None:
         raise _as_prefill(error) from error
 
 
-def _as_prefill(error: BaseException | None) -> PrefillFailed:
+def _as_prefill(error: BaseException | None) -> PrefillFailedError:
     if isinstance(error, EngineError):
-        return PrefillFailed(
+        return PrefillFailedError(
             error.status, error.reason, error.message, gone=error.gone, field=error.field, retry_after_s=error.retry_after_s
         )
-    return PrefillFailed(0, "prefill-failed", f"{type(error).__name__}: {error}")
+    return PrefillFailedError(0, "prefill-failed", f"{type(error).__name__}: {error}")

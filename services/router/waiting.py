@@ -1,7 +1,7 @@
 """Turns that wait: for room on any worker (R28), and for the previous turn of their own session (R21).
 
-    RoomQueue     bounded; a place is fixed at arrival (kvc.core.queue); `notify` lets the first ready turn try again
-    SessionGate   one turn of a session in flight; the next ones wait in order of arrival, a bounded number of them
+RoomQueue     bounded; a place is fixed at arrival (kvc.core.queue); `notify` lets the first ready turn try again
+SessionGate   one turn of a session in flight; the next ones wait in order of arrival, a bounded number of them
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""What the router's ports are in the real world."""

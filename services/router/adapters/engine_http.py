@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import aiohttp
 import msgspec
@@ -13,7 +13,7 @@ import msgspec
 from services.router.ports import EngineCall, EngineChunk, EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncGenerator, AsyncIterator
 
     from services.router.config import EnginesConfig
 
@@ -53,7 +53,7 @@ class HttpEngines:
         self._config = config
         self._session: aiohttp.ClientSession | None = None
 
-    async def __aenter__(self) -> HttpEngines:
+    async def __aenter__(self) -> Self:
         """Opens the pool."""
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=self._config.connections, limit_per_host=0),
@@ -68,7 +68,7 @@ class HttpEngines:
         if self._session is not None:
             await self._session.close()
 
-    async def generate(self, call: EngineCall) -> AsyncIterator[EngineChunk]:
+    async def generate(self, call: EngineCall) -> AsyncGenerator[EngineChunk, None]:
         """Streams a turn. Closing the iterator closes the connection, which makes the engine abort the request."""
         finished = False
         async with self._post(call, stream=True) as response:
@@ -113,15 +113,18 @@ class HttpEngines:
 
 
 def _body(call: EngineCall, *, stream: bool) -> bytes:
-    ids = array("I")
-    ids.frombytes(call.tokens)
     body: dict[str, Any] = {
         "rid": call.rid,
         "session_id": call.session_id,
-        "input_ids": ids.tolist(),
         "sampling_params": {"max_new_tokens": call.max_new_tokens, "temperature": call.temperature},
         "stream": stream,
     }
+    if call.text is not None:
+        body["text"] = call.text
+    else:
+        ids = array("I")
+        ids.frombytes(call.tokens)
+        body["input_ids"] = ids.tolist()
     if call.bootstrap is not None:
         body["bootstrap_host"], body["bootstrap_port"], body["bootstrap_room"] = call.bootstrap
     return _encode(body)
@@ -155,13 +158,13 @@ def _decode_reply(payload: bytes) -> _Reply:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise EngineError(0, "bad-reply", f"not an engine event: {error}") from error
     if reply.error is not None:
-        error = reply.error if isinstance(reply.error, dict) else {"message": str(reply.error)}
-        code = error.get("code")
+        body = reply.error if isinstance(reply.error, dict) else {"message": str(reply.error)}
+        code = body.get("code")
         raise EngineError(
             code if isinstance(code, int) else 500,
-            str(error.get("type") or "engine-error"),
-            str(error.get("message") or ""),
-            field=str(error.get("param") or ""),
+            str(body.get("type") or "engine-error"),
+            str(body.get("message") or ""),
+            field=str(body.get("param") or ""),
         )
     return reply
 

@@ -1,0 +1,154 @@
+"""Puts the router together and runs it: `kvc router --agent HOST:PORT ...`."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kvc.core.params import params_for
+from kvc.runtime import logs, service
+from kvc.runtime.clock import SystemClock
+from kvc.runtime.config import ConfigError, load
+from kvc.runtime.metrics import process_registry
+from kvc.runtime.server import Server
+from kvc.runtime.telemetry import Telemetry
+from kvc.v1 import router_pb2, router_pb2_grpc
+from services.router.adapters.agents import Agents, GrpcAdmission
+from services.router.adapters.engine_http import HttpEngines
+from services.router.config import RouterConfig
+from services.router.follower import Follower
+from services.router.janitor import Janitor
+from services.router.metrics import RouterMetrics, SigmaCollector
+from services.router.router import Router
+from services.router.servicer import RouterServicer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from kvc.runtime.config import Loaded
+
+SERVICE = router_pb2.DESCRIPTOR.services_by_name["RouterService"].full_name
+
+
+@dataclass(frozen=True, slots=True)
+class RunningRouter:
+    """A router that serves."""
+
+    router: Router
+    server: Server
+    followers: tuple[Follower, ...]
+
+    @property
+    def target(self) -> str:
+        """host:port of the gRPC server."""
+        return f"{self.router.config.server.host}:{self.server.port}"
+
+    @property
+    def ops_port(self) -> int:
+        """Port of /metrics, /health and /ready."""
+        return self.server.ops_port
+
+    def not_ready(self) -> str | None:
+        """Why the router cannot serve now; None when at least one decode worker is eligible."""
+        workers = self.router.sigma.decode_workers()
+        if any(not worker.why_not for worker in workers):
+            return None
+        problems = "; ".join(f"{follower.target}: {follower.why_not}" for follower in self.followers if follower.why_not)
+        return f"no decode worker is eligible ({problems or 'no agents configured'})"
+
+    async def followed(self, timeout_s: float) -> None:
+        """Waits until every agent is followed.
+
+        Raises:
+            TimeoutError: some agent is not.
+        """
+        async with asyncio.timeout(timeout_s):
+            for follower in self.followers:
+                await follower.followed.wait()
+
+
+@asynccontextmanager
+async def running_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
+    """A router on its ports, for as long as the context lasts; on exit turns in flight get `grace_s`."""
+    clock = SystemClock()
+    registry = process_registry()
+    async with AsyncExitStack() as stack:
+        telemetry = Telemetry.start(
+            "kvc-router", config.telemetry.endpoint, insecure=config.telemetry.insecure, sample_ratio=config.telemetry.sample_ratio
+        )
+        stack.callback(telemetry.shutdown)
+        agents = await stack.enter_async_context(Agents(config.agents, telemetry))
+        engines = await stack.enter_async_context(HttpEngines(config.engines))
+        admission = GrpcAdmission(agents, config.agents.hedge_after_s, clock)
+        janitor = Janitor(admission)
+        router = Router(config, admission, engines, clock, janitor, RouterMetrics(registry))
+        registry.register(SigmaCollector(router))
+        stack.callback(router.room.close)
+        followers = tuple(
+            Follower(target, agents, config.agents, config.params.block_tokens, router.apply, router.loads.__setitem__)
+            for target in config.agents.targets
+        )
+
+        def problems() -> dict[str, str]:
+            return {follower.worker_id: follower.why_not for follower in followers if follower.worker_id}
+
+        servicer = RouterServicer(router, clock, problems)
+        running: RunningRouter | None = None
+        server = await Server.start(
+            config.server,
+            lambda grpc_server: router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, grpc_server),
+            [SERVICE],
+            telemetry,
+            registry,
+            lambda: running.not_ready() if running is not None else "starting",
+        )
+        running = RunningRouter(router, server, followers)
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(follower.run()) for follower in followers]
+            tasks.append(group.create_task(janitor.run()))
+            tasks.append(group.create_task(_watch_health(running)))
+            try:
+                yield running
+            finally:
+                await server.stop(config.grace_s)
+                for task in tasks:
+                    task.cancel()
+
+
+async def _watch_health(running: RunningRouter) -> None:
+    """GRPC health follows readiness."""
+    serving: bool | None = None
+    while True:
+        ready = running.not_ready() is None
+        if ready is not serving:
+            running.server.set_serving(ready)
+            serving = ready
+        await asyncio.sleep(0.1)
+
+
+def with_profile(loaded: Loaded[RouterConfig]) -> RouterConfig:
+    """The settings with `params` derived from its profile: what was set by name wins over the profile's value.
+
+    Raises:
+        ConfigError: a value does not go with the profile.
+    """
+    given = loaded.given("params")
+    profile = given.pop("profile", "default")
+    try:
+        return replace(loaded.config, params=params_for(profile, **given))
+    except ValueError as error:
+        raise ConfigError(f"params: {error}") from None
+
+
+def main(argv: Sequence[str]) -> int:
+    """`kvc router`."""
+    config = with_profile(load(RouterConfig, argv, prog="kvc router"))
+    logs.configure(config.log_level, "router")
+
+    async def serve(stop: asyncio.Event) -> None:
+        async with running_router(config):
+            await stop.wait()
+
+    return service.run(serve)
