@@ -150,7 +150,9 @@ def test_any_page_size_gives_the_same_hashes(tokens: list[int], page: int, block
     assert resident_blocks(chain, reblocker) == len(chain)
 
 
-@given(tokens=st.lists(st.integers(0, 3), min_size=4, max_size=60), page=st.integers(1, 8), block=st.integers(1, 8), gone=st.integers(0, 60))
+@given(
+    tokens=st.lists(st.integers(0, 3), min_size=4, max_size=60), page=st.integers(1, 8), block=st.integers(1, 8), gone=st.integers(0, 60)
+)
 def test_a_removed_page_takes_its_descendants(tokens: list[int], page: int, block: int, gone: int) -> None:
     """BLOCK-8: a removed page removes its blocks and all descendants, so the set stays closed under prefixes."""
     count = len(tokens) // page
