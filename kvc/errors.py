@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     import grpc.aio
 
 DOMAIN = "kvc.v1"
-MAX_MESSAGE_CHARS = 512
-MAX_FIELD_CHARS = 128
+# Message and field travel twice, percent-encoded and in base64; gRPC refuses trailers beyond 8 KiB.
+MAX_MESSAGE_BYTES = 512
+MAX_FIELD_BYTES = 128
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 # gRPC itself refuses oversized messages with RESOURCE_EXHAUSTED and these words; repeating such a call can never help (F78).
 _SIZE_REFUSAL = "larger than max"
@@ -56,9 +57,9 @@ class KvcError(Exception):
     reason: str = "INTERNAL"
 
     def __init__(self, message: str, *, field: str = "", retry_after_s: float = 0.0, reason: str | None = None) -> None:
-        """Keeps one printable line of the message, at most 512 characters, so that it always fits into gRPC trailers."""
-        self.message = _one_line(message, MAX_MESSAGE_CHARS)
-        self.field = _one_line(field, MAX_FIELD_CHARS)
+        """Keeps one printable line of the message, at most 512 bytes, so that it always fits into gRPC trailers."""
+        self.message = _one_line(message, MAX_MESSAGE_BYTES)
+        self.field = _one_line(field, MAX_FIELD_BYTES)
         self.retry_after_s = retry_after_s if math.isfinite(retry_after_s) and retry_after_s > 0 else 0.0
         if reason is not None:
             self.reason = reason
@@ -265,6 +266,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> KvcError:
 
 
 def _one_line(text: str, limit: int) -> str:
-    """`text` with control characters and lone surrogates escaped, cut to `limit` characters."""
-    clean = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:limit])
-    return clean if len(clean) <= limit and len(text) <= limit else clean[: limit - 3] + "..."
+    """`text` with control characters and lone surrogates escaped, cut to `limit` bytes of UTF-8."""
+    clean = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: limit + 1])
+    octets = clean.encode()
+    return clean if len(octets) <= limit else octets[: limit - 3].decode(errors="ignore") + "..."

@@ -21,119 +21,21 @@ import dataclasses
 import os
 import sys
 import tomllib
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, get_type_hints
 
-from kvc.runtime.values import Kind, kind_of
+from kvc.runtime.settings import ENV_PREFIX, REQUIRED, ConfigError, Setting, section, setting, settings_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+__all__ = ["REQUIRED", "ConfigError", "Loaded", "load", "parse", "section", "setting"]
+
 T = TypeVar("T")
 
 EXIT_CONFIG = 2
-ENV_PREFIX = "KVC_"
 MAX_FILE_BYTES = 1024 * 1024
-MASK = "****"
-_KEY = "kvc.setting"
-
-
-class ConfigError(Exception):
-    """A setting is wrong: one line that names it, for stderr, with exit code 2."""
-
-    def __init__(self, message: str) -> None:
-        """Escapes control characters, so that the message is one line whatever it quotes."""
-        super().__init__("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message))
-
-
-class _Required:
-    """Stands for the default of a setting that has none."""
-
-    def __repr__(self) -> str:
-        return "required"
-
-
-REQUIRED: Any = _Required()
-
-
-@dataclass(frozen=True, slots=True)
-class _Meta:
-    help: str
-    minimum: float | None = None
-    maximum: float | None = None
-    choices: tuple[str, ...] | None = None
-    secret: bool = False
-    flag: str | None = None
-
-
-def setting(
-    default: Any,
-    *,
-    help: str,  # noqa: A002 - argparse's word for it
-    minimum: float | None = None,
-    maximum: float | None = None,
-    choices: Sequence[str] | None = None,
-    secret: bool = False,
-    flag: str | None = None,
-) -> Any:
-    """A dataclass field that `load` can fill.
-
-    Args:
-        default: its value when nothing sets it; REQUIRED when it must be set.
-        help: one line; the unit comes from the field's name (`_s`, `_ms`, `_bytes`, `_tokens`).
-        minimum: smallest allowed number, inclusive.
-        maximum: largest allowed number, inclusive.
-        choices: allowed strings.
-        secret: never shown.
-        flag: an additional, shorter flag, e.g. "--port".
-    """
-    meta = _Meta(help, minimum, maximum, tuple(choices) if choices is not None else None, secret, flag)
-    return dataclasses.field(default=default, metadata={_KEY: meta})
-
-
-def section(cls: type[T]) -> T:
-    """A dataclass field that is a section: a dataclass of settings of its own."""
-    field: T = dataclasses.field(default_factory=cls)
-    return field
-
-
-@dataclass(frozen=True, slots=True)
-class _Setting:
-    """One setting with all its names."""
-
-    path: tuple[str, ...]
-    kind: Kind
-    default: Any
-    meta: _Meta
-
-    @property
-    def key(self) -> str:
-        return ".".join(self.path)
-
-    @property
-    def flag(self) -> str:
-        return "--" + "-".join(self.path).replace("_", "-")
-
-    @property
-    def env(self) -> str:
-        return ENV_PREFIX + "_".join(self.path).upper()
-
-    @property
-    def dest(self) -> str:
-        return "__".join(self.path)
-
-    def shown(self, value: Any) -> str:
-        if value is REQUIRED:
-            return "required"
-        return MASK if self.meta.secret and value else self.kind.show(value)
-
-    def help(self) -> str:
-        parts = [self.meta.help, self.env, f"default {self.shown(self.default)}", *_limits(self.meta, self.kind)]
-        unit = _unit(self.path[-1])
-        if unit:
-            parts.append(unit)
-        return f"{parts[0]} [{'; '.join(parts[1:])}]".replace("%", "%%")
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +83,7 @@ def parse(cls: type[T], argv: Sequence[str], *, prog: str, environ: Mapping[str,
         ConfigError: a setting is wrong.
         SystemExit: 0 after `--help` or `--print-config`.
     """
-    settings = list(_settings(cls, ()))
+    settings = settings_of(cls)
     parser = _parser(cls, settings, prog)
     flags = vars(parser.parse_args(list(argv)))
     file = flags["config"] or environ.get(ENV_PREFIX + "CONFIG") or None
@@ -198,30 +100,6 @@ def parse(cls: type[T], argv: Sequence[str], *, prog: str, environ: Mapping[str,
     return loaded
 
 
-def _settings(cls: type[Any], path: tuple[str, ...]) -> Iterator[_Setting]:
-    """The settings of a dataclass in order, sections expanded. Fields without `setting` are settings too, without limits."""
-    hints = get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        here = (*path, field.name)
-        hint = hints[field.name]
-        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-            yield from _settings(hint, here)
-            continue
-        if not field.init:
-            continue
-        default = field.default if field.default_factory is MISSING else field.default_factory()
-        meta = field.metadata.get(_KEY) or _Meta(_attribute_help(cls, field.name))
-        yield _Setting(here, kind_of(hint, ".".join(here)), REQUIRED if default is MISSING else default, meta)
-
-
-def _attribute_help(cls: type[Any], name: str) -> str:
-    """First line of a field's entry under "Attributes:" in its class's docstring, or its name in words."""
-    lead = f"{name}: "
-    lines = (line.strip() for line in (cls.__doc__ or "").splitlines())
-    found = next((line.removeprefix(lead) for line in lines if line.startswith(lead)), name.replace("_", " "))
-    return found.rstrip(".")
-
-
 class _Parser(argparse.ArgumentParser):
     """Raises instead of printing usage: a wrong command line is one line, too."""
 
@@ -229,8 +107,8 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def _parser(cls: type[Any], settings: list[_Setting], prog: str) -> argparse.ArgumentParser:
-    first = (cls.__doc__ or "").split("\n", 1)[0].replace("%", "%%")
+def _parser(cls: type[Any], settings: list[Setting], prog: str) -> argparse.ArgumentParser:
+    first = (cls.__doc__ or "").split("\n", 1)[0]
     parser = _Parser(prog=prog, description=first, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", help=f"TOML file of settings [{ENV_PREFIX}CONFIG]")
     parser.add_argument("--print-config", action="store_true", help="print every effective setting and its origin, then exit")
@@ -244,7 +122,7 @@ def _parser(cls: type[Any], settings: list[_Setting], prog: str) -> argparse.Arg
     return parser
 
 
-def _find(one: _Setting, flags: dict[str, Any], environ: Mapping[str, str], table: dict[str, Any], file: str) -> tuple[Any, str]:
+def _find(one: Setting, flags: dict[str, Any], environ: Mapping[str, str], table: dict[str, Any], file: str) -> tuple[Any, str]:
     """The value of a setting and its origin."""
     flagged = flags[one.dest]
     if flagged is not None:
@@ -265,7 +143,7 @@ def _find(one: _Setting, flags: dict[str, Any], environ: Mapping[str, str], tabl
     return _checked(one, value, origin), origin
 
 
-def _cast(one: _Setting, cast: Any, raw: Any, origin: str) -> Any:
+def _cast(one: Setting, cast: Any, raw: Any, origin: str) -> Any:
     try:
         return cast(raw)
     except ValueError as error:
@@ -273,7 +151,7 @@ def _cast(one: _Setting, cast: Any, raw: Any, origin: str) -> Any:
         raise ConfigError(f"{one.key}: {shown}is not {error} ({origin})") from None
 
 
-def _checked(one: _Setting, value: Any, origin: str) -> Any:
+def _checked(one: Setting, value: Any, origin: str) -> Any:
     meta = one.meta
     numeric = isinstance(value, int | float) and not isinstance(value, bool)
     low = numeric and meta.minimum is not None and value < meta.minimum
@@ -281,7 +159,7 @@ def _checked(one: _Setting, value: Any, origin: str) -> Any:
     items = value if isinstance(value, tuple) else (value,)
     odd = meta.choices is not None and value is not None and any(item not in meta.choices for item in items)
     if low or high or odd:
-        limits = ", ".join(_limits(meta, one.kind))
+        limits = ", ".join(one.limits())
         shown = "the value" if meta.secret else _short(value)
         raise ConfigError(f"{one.key}: {shown} is out of range: {limits} ({origin})")
     return value
@@ -292,26 +170,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."  # noqa: PLR2004 - one terminal line
 
 
-def _limits(meta: _Meta, kind: Kind) -> list[str]:
-    choices = meta.choices or kind.choices
-    if choices:
-        return ["one of " + " | ".join(choices)]
-    if meta.minimum is not None and meta.maximum is not None:
-        return [f"{meta.minimum} to {meta.maximum}"]
-    low = [] if meta.minimum is None else [f"at least {meta.minimum}"]
-    high = [] if meta.maximum is None else [f"at most {meta.maximum}"]
-    return low + high
-
-
-def _unit(name: str) -> str:
-    units = {"s": "seconds", "ms": "milliseconds", "bytes": "bytes", "tokens": "tokens"}
-    lead, _, last = name.rpartition("_")
-    if last == "s" and lead.endswith("_per"):
-        return lead.removesuffix("_per").replace("_", " ") + " per second"
-    return units.get(last, "")
-
-
-def _read(file: str, settings: list[_Setting]) -> dict[str, Any]:
+def _read(file: str, settings: list[Setting]) -> dict[str, Any]:
     """The file's values by dotted key.
 
     Raises:
@@ -366,7 +225,7 @@ def _value_at(config: Any, path: list[str]) -> Any:
     return config
 
 
-def _print(settings: list[_Setting], values: dict[tuple[str, ...], Any], origins: dict[str, str], environ: Mapping[str, str]) -> None:
+def _print(settings: list[Setting], values: dict[tuple[str, ...], Any], origins: dict[str, str], environ: Mapping[str, str]) -> None:
     """Every setting, its value and its origin, one a line; then variables with our prefix that no setting reads."""
     rows = [(one.key, one.shown(values[one.path]), origins[one.key]) for one in settings]
     width = max((len(f"{key} = {value}") for key, value, _ in rows), default=0)

@@ -17,6 +17,8 @@ from typing import Any, TextIO
 MAX_VALUE_CHARS = 512
 MAX_TRACE_CHARS = 8192
 MAX_ITEMS = 64
+MAX_DEPTH = 4
+MAX_INT = 2**64
 MASK = "[masked]"
 # Never logged, whoever passes them: what users wrote, what models answered, and what opens doors.
 _MASKED = frozenset(
@@ -99,16 +101,18 @@ def event(logger: logging.Logger, name: str, *, level: int = logging.INFO, error
         logger.log(level, name, exc_info=exc_info, extra={"kvc_fields": fields}, stacklevel=2)
 
 
-def _clean(value: Any) -> Any:
-    """A JSON value of bounded size for any value."""
-    if value is None or isinstance(value, bool | int):
+def _clean(value: Any, depth: int = 0) -> Any:
+    """A JSON value of bounded size and depth for any value."""
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, int):
+        return value if abs(value) <= MAX_INT else hex(value)[:MAX_VALUE_CHARS]
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
-    if isinstance(value, dict):
+    if isinstance(value, dict) and depth < MAX_DEPTH:
         pairs = list(value.items())[:MAX_ITEMS]
-        return {str(key): MASK if str(key).lower() in _MASKED else _clean(item) for key, item in pairs}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_clean(item) for item in list(value)[:MAX_ITEMS]]
-    text = str(value)
+        return {str(key): MASK if str(key).lower() in _MASKED else _clean(item, depth + 1) for key, item in pairs}
+    if isinstance(value, list | tuple | set | frozenset) and depth < MAX_DEPTH:
+        return [_clean(item, depth + 1) for item in list(value)[:MAX_ITEMS]]
+    text = f"<{type(value).__name__}>" if isinstance(value, dict | list | tuple | set | frozenset) else str(value)
     return text if len(text) <= MAX_VALUE_CHARS else text[:MAX_VALUE_CHARS] + "..."

@@ -124,7 +124,7 @@ def kind_of(hint: Any, key: str) -> Kind:
 
 
 def _base(hint: Any, key: str) -> type:
-    found = next((base for base in _NAMES if hint is base), None)
+    found: type | None = next((base for base in _NAMES if hint is base), None)
     if found is None:
         raise TypeError(f"{key}: a setting cannot be a {hint}")
     return found
