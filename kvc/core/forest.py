@@ -15,8 +15,10 @@ from kvc.core.blocks import HASH_BYTES, common_blocks
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-NODE_BYTES = 480
-"""What one node and one session entry cost beside the hashes, as measured by bench/memory.py."""
+NODE_BYTES = 400
+"""What one node costs beside its hashes, as measured by `python -m bench.memory`."""
+SESSION_BYTES = 160
+"""What the entry of one session costs."""
 
 
 class _Node:
@@ -49,8 +51,8 @@ class Forest:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes held: 8 a distinct block and NODE_BYTES a node."""
-        return self._blocks * HASH_BYTES + self._nodes * NODE_BYTES
+        """Bytes held: 8 a distinct block, NODE_BYTES a node, SESSION_BYTES a session."""
+        return self._blocks * HASH_BYTES + self._nodes * NODE_BYTES + len(self._leaf) * SESSION_BYTES
 
     def update(self, session_id: str, chain: array[int]) -> None:
         """Makes `chain` the session's chain. O(append) when it extends the old one, O(chain) after a rewrite."""

@@ -111,7 +111,6 @@ class Residency:
         self._packed = None
         if self._fold.size_bytes > self._config.part_bytes:
             self._fold.reset()
-            self._restart_all("oversize")
             return
         message = admission_pb2.WatchResidencyResponse(worker=self._ref, sequence=self._sequence, delta=self._fold.take())
         for follower in self._followers:

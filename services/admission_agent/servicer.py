@@ -56,11 +56,11 @@ class AdmissionServicer(admission_pb2_grpc.AdmissionServiceServicer):
         for stream in self._streams:
             stream.close()
 
-    async def Admit(self, request: admission_pb2.AdmitRequest, context: Context) -> admission_pb2.AdmitResponse:  # noqa: N802
+    async def Admit(self, request: admission_pb2.AdmitRequest, context: Context) -> admission_pb2.AdmitResponse:
         """One turn."""
         return await self._admit(request, context.time_remaining(), request.traceparent or _traceparent(context))
 
-    async def AdmitStream(  # noqa: N802
+    async def AdmitStream(
         self, request_iterator: AsyncIterator[admission_pb2.AdmitStreamRequest], context: Context
     ) -> AsyncIterator[admission_pb2.AdmitStreamResponse]:
         """Many turns; the deadline of each is its own, and none waits for another."""
@@ -70,17 +70,17 @@ class AdmissionServicer(admission_pb2_grpc.AdmissionServiceServicer):
             stream.close()
         self._streams.add(stream)
         try:
-            async with aclosing(stream.serve(request_iterator)) as responses:  # type: ignore[type-var]
+            async with aclosing(stream.serve(request_iterator)) as responses:
                 async for response in responses:
                     yield response
         finally:
             self._streams.discard(stream)
 
-    async def Release(self, request: admission_pb2.ReleaseRequest, context: Context) -> admission_pb2.ReleaseResponse:  # noqa: N802
+    async def Release(self, request: admission_pb2.ReleaseRequest, context: Context) -> admission_pb2.ReleaseResponse:
         """One ticket."""
         return await self._release(request, context.time_remaining())
 
-    async def GetSessionStatus(  # noqa: N802
+    async def GetSessionStatus(
         self, request: admission_pb2.AdmissionServiceGetSessionStatusRequest, context: Context
     ) -> admission_pb2.AdmissionServiceGetSessionStatusResponse:
         """One session."""
@@ -92,15 +92,13 @@ class AdmissionServicer(admission_pb2_grpc.AdmissionServiceServicer):
             known=session is not None,
         )
 
-    async def ListSessions(  # noqa: N802
-        self, request: admission_pb2.ListSessionsRequest, context: Context
-    ) -> admission_pb2.ListSessionsResponse:
+    async def ListSessions(self, request: admission_pb2.ListSessionsRequest, context: Context) -> admission_pb2.ListSessionsResponse:
         """The most recently used sessions."""
         limit = checks.count(request.limit, "limit", 0, MAX_SESSIONS) or DEFAULT_SESSIONS
         ref, sessions, total = await self._agent.sessions(limit, self._timeout_s(context.time_remaining()))
         return admission_pb2.ListSessionsResponse(worker=ref_to_pb(ref), sessions=sessions, total=total)
 
-    async def WatchResidency(  # noqa: N802
+    async def WatchResidency(
         self, request: admission_pb2.WatchResidencyRequest, context: Context
     ) -> AsyncIterator[admission_pb2.WatchResidencyResponse]:
         """A snapshot, then what changes, for as long as this life of the engine lasts."""
@@ -114,7 +112,7 @@ class AdmissionServicer(admission_pb2_grpc.AdmissionServiceServicer):
             finally:
                 event(logger, "follower_left", follower=name)
 
-    async def GetWorker(self, request: admission_pb2.GetWorkerRequest, context: Context) -> admission_pb2.GetWorkerResponse:  # noqa: N802, ARG002
+    async def GetWorker(self, request: admission_pb2.GetWorkerRequest, context: Context) -> admission_pb2.GetWorkerResponse:
         """The worker and its load at this moment."""
         info, load = await self._agent.worker(self._timeout_s(context.time_remaining()))
         return admission_pb2.GetWorkerResponse(info=worker_info_to_pb(info), load=load)

@@ -19,7 +19,7 @@ from kvc.v1 import admission_pb2
 from kvc.wire import stream_error_to_pb
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine
+    from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Coroutine
 
     from kvc.v1 import types_pb2
 
@@ -58,7 +58,9 @@ class AdmitStream:
         if self._reader is not None:
             self._reader.cancel()
 
-    async def serve(self, batches: AsyncIterable[admission_pb2.AdmitStreamRequest]) -> AsyncIterator[admission_pb2.AdmitStreamResponse]:
+    async def serve(
+        self, batches: AsyncIterable[admission_pb2.AdmitStreamRequest]
+    ) -> AsyncGenerator[admission_pb2.AdmitStreamResponse, None]:
         """Answers until the client has closed its side and has all answers, or `close` was called.
 
         Raises:

@@ -38,7 +38,7 @@ class SocketLink:
     async def events(self, timeout_s: float) -> AsyncGenerator[EventBody, None]:
         """Subscribes and follows; see EngineLink.events."""
         with _typed():
-            async with contextlib.aclosing(self._client.events(timeout_s)) as events:  # type: ignore[type-var]
+            async with contextlib.aclosing(self._client.events(timeout_s)) as events:  # type: ignore[type-var]  # a generator
                 async for event in events:
                     yield event
 

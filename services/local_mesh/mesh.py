@@ -1,0 +1,220 @@
+"""A local mesh: for every worker an engine and its admission agent, and one router, each a process of its own.
+
+Ports are chosen by the system on the first start and kept on a restart, so a worker that comes back has its old address and a new
+epoch. Everything listens on 127.0.0.1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from kvc.errors import Unavailable
+from kvc.v1 import router_pb2
+from services.local_mesh.client import RouterClient
+from services.local_mesh.processes import Child
+
+if TYPE_CHECKING:
+    from services.local_mesh.topology import Topology
+
+START_TIMEOUT_S = 60.0
+STOP_GRACE_S = 5.0
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class MeshConfig:
+    """What to start.
+
+    Attributes:
+        topology: numbers of workers.
+        kv_tokens: K_d of each decode worker.
+        prefill_kv_tokens: KV pool of each prefill worker.
+        page_tokens: KV page of the engines.
+        preset: hardware the engines model.
+        time_scale: modelled seconds in one second.
+        policy: kvc, sticky or round_robin.
+        profile: default or paper.
+        router_args: more arguments of `kvc router`.
+        engine_args: more arguments of `kvc engine`.
+        router_port: gRPC port of the router; 0 = any.
+        telemetry_endpoint: OTLP collector of all processes; empty = none.
+        log_level: of all processes.
+        directory: where sockets and logs go; None: a temporary one.
+    """
+
+    topology: Topology
+    kv_tokens: int = 92_104
+    prefill_kv_tokens: int = 400_000
+    page_tokens: int = 16
+    preset: str = "h100-rdma"
+    time_scale: float = 1.0
+    policy: str = "kvc"
+    profile: str = "default"
+    router_args: tuple[str, ...] = ()
+    engine_args: tuple[str, ...] = ()
+    router_port: int = 0
+    telemetry_endpoint: str = ""
+    log_level: str = "info"
+    directory: Path | None = None
+
+
+@dataclass(slots=True)
+class LocalWorker:
+    """One worker of the mesh: its processes and their ports, which survive a restart."""
+
+    name: str
+    role: str
+    engine: Child
+    agent: Child
+    engine_port: int = 0
+    agent_port: int = 0
+
+
+@dataclass(slots=True)
+class LocalMesh:
+    """Use as an async context manager: on exit every process is gone."""
+
+    config: MeshConfig
+    workers: dict[str, LocalWorker] = field(default_factory=dict)
+    router: Child | None = None
+    router_port: int = 0
+    router_ops_port: int = 0
+    _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+    _directory: Path = Path()
+
+    @property
+    def target(self) -> str:
+        """host:port of the router."""
+        return f"127.0.0.1:{self.router_port}"
+
+    @property
+    def directory(self) -> Path:
+        """Sockets and logs."""
+        return self._directory
+
+    async def __aenter__(self) -> Self:
+        """Starts everything and waits until it listens.
+
+        Raises:
+            Unavailable: a process did not come up; the message has its last log lines.
+        """
+        if self.config.directory is not None:
+            self.config.directory.mkdir(parents=True, exist_ok=True)
+            self._directory = self.config.directory
+        else:
+            self._directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="kvc-")))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for name, role in self.config.topology.workers():
+                    group.create_task(self.start_worker(name, role))
+            await self._start_router()
+        except BaseException:
+            await self._stop()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Stops everything: the router first, so that it cancels what is in flight."""
+        await self._stop()
+
+    async def ready(self, timeout_s: float) -> None:
+        """Waits until the router may route to every decode worker and knows every worker.
+
+        Raises:
+            Unavailable: it does not in time; the message says what is missing.
+        """
+        async with RouterClient(self.target) as client:
+            deadline_s = time.monotonic() + timeout_s
+            while True:
+                listed = await client.stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=timeout_s)
+                ready = {status.info.worker.worker_id for status in listed.workers if status.eligible and status.residency_fresh}
+                missing = set(self.workers) - ready
+                if not missing:
+                    return
+                if time.monotonic() > deadline_s:
+                    raise Unavailable(f"not ready after {timeout_s} s: {', '.join(sorted(missing))}")
+                await asyncio.sleep(_POLL_S)
+
+    async def start_worker(self, name: str, role: str = "decode") -> LocalWorker:
+        """Starts a worker, or starts it again under its old address.
+
+        Raises:
+            Unavailable: it did not come up.
+        """
+        known = self.workers.get(name)
+        engine_port, agent_port = (known.engine_port, known.agent_port) if known is not None else (0, 0)
+        role = known.role if known is not None else role
+        worker = LocalWorker(
+            name,
+            role,
+            Child(f"engine {name}", self._engine_argv(name, role, engine_port), self._directory / f"{name}.engine.log"),
+            Child(f"agent {name}", self._agent_argv(name, agent_port), self._directory / f"{name}.agent.log"),
+        )
+        self.workers[name] = worker
+        await worker.engine.start()
+        await worker.agent.start()
+        engine, agent = await asyncio.gather(worker.engine.listening(START_TIMEOUT_S), worker.agent.listening(START_TIMEOUT_S))
+        worker.engine_port, worker.agent_port = int(engine["port"]), int(agent["port"])
+        return worker
+
+    async def kill_worker(self, name: str) -> None:
+        """SIGKILL to a worker's engine and agent."""
+        worker = self.workers[name]
+        worker.engine.kill()
+        worker.agent.kill()
+        await asyncio.gather(worker.engine.ended(), worker.agent.ended())
+
+    async def stop_worker(self, name: str) -> None:
+        """SIGTERM to a worker's agent, then to its engine."""
+        worker = self.workers[name]
+        await worker.agent.stop(STOP_GRACE_S)
+        await worker.engine.stop(STOP_GRACE_S)
+
+    async def _start_router(self) -> None:
+        config = self.config
+        argv = ["router", "--port", str(config.router_port), "--policy", config.policy, "--params-profile", config.profile]
+        for worker in self.workers.values():
+            argv += ["--agent", f"127.0.0.1:{worker.agent_port}"]
+        argv += [*self._common(), *config.router_args]
+        self.router = Child("router", argv, self._directory / "router.log")
+        await self.router.start()
+        listening = await self.router.listening(START_TIMEOUT_S)
+        self.router_port, self.router_ops_port = int(listening["port"]), int(listening["ops_port"])
+
+    def _engine_argv(self, name: str, role: str, port: int) -> list[str]:
+        config = self.config
+        kv_tokens = config.prefill_kv_tokens if role == "prefill" else config.kv_tokens
+        return [
+            "engine",
+            *("--role", role),
+            *("--worker-id", name),
+            *("--link-socket", str(self._directory / f"{name}.sock")),
+            *("--port", str(port)),
+            *("--kv-tokens", str(kv_tokens)),
+            *("--page-tokens", str(config.page_tokens)),
+            *("--preset", config.preset),
+            *("--time-scale", str(config.time_scale)),
+            *self._common(),
+            *config.engine_args,
+        ]
+
+    def _agent_argv(self, name: str, port: int) -> list[str]:
+        return ["agent", "--engine-socket", str(self._directory / f"{name}.sock"), "--port", str(port), *self._common()]
+
+    def _common(self) -> list[str]:
+        endpoint = ["--telemetry-endpoint", self.config.telemetry_endpoint] if self.config.telemetry_endpoint else []
+        return ["--log-level", self.config.log_level, *endpoint]
+
+    async def _stop(self) -> None:
+        if self.router is not None:
+            await self.router.stop(STOP_GRACE_S)
+        workers = self.workers.values()
+        await asyncio.gather(*(worker.agent.stop(STOP_GRACE_S) for worker in workers))
+        await asyncio.gather(*(worker.engine.stop(STOP_GRACE_S) for worker in workers))
+        await self._stack.aclose()

@@ -1,0 +1,166 @@
+"""Child processes of a local mesh: started, watched through their JSON log lines, stopped or killed."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import signal
+import sys
+from collections import deque
+from contextlib import suppress
+from typing import IO, TYPE_CHECKING, Any
+
+from kvc.errors import Unavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_KEPT_LINES = 50
+_STREAM_LIMIT_BYTES = 1 << 20
+
+
+class Child:
+    """One `kvc` subcommand as a process. Its log goes to a file; its `listening` event tells its ports."""
+
+    def __init__(self, name: str, argv: Sequence[str], log_file: Path) -> None:
+        """Starts nothing yet.
+
+        Args:
+            name: for messages.
+            argv: arguments of `kvc`.
+            log_file: its log lines are appended here.
+        """
+        self.name = name
+        self._argv = list(argv)
+        self._log_file = log_file
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._listening: asyncio.Future[dict[str, Any]] | None = None
+        self._last: deque[str] = deque(maxlen=_KEPT_LINES)
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs."""
+        running = self._process is not None and self._process.returncode is None
+        return self._process.pid if running and self._process is not None else None
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status once it has ended."""
+        return self._process.returncode if self._process is not None else None
+
+    async def start(self) -> None:
+        """Starts the process.
+
+        Raises:
+            RuntimeError: it runs already.
+        """
+        if self.pid is not None:
+            raise RuntimeError(f"{self.name} runs already")
+        self._listening = asyncio.get_running_loop().create_future()
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "services.cli",
+            *self._argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            limit=_STREAM_LIMIT_BYTES,
+            preexec_fn=_die_with_parent,
+            start_new_session=True,  # a Ctrl-C of the terminal reaches the parent only, which stops children in order
+        )
+        self._reader = asyncio.create_task(self._read(self._process))
+
+    async def listening(self, timeout_s: float) -> dict[str, Any]:
+        """The fields of the child's `listening` event: `port`, `ops_port`.
+
+        Raises:
+            Unavailable: it ended before, or did not say so in time; the message has its last log lines.
+        """
+        assert self._listening is not None, "not started"
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(self._listening)
+        except TimeoutError:
+            raise Unavailable(f"{self.name} did not listen within {timeout_s} s: {self.tail()}") from None
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stderr is not None
+        with self._log_file.open("ab") as log:
+            while line := await _line(process.stderr):
+                _keep(log, line)
+                self._last.append(line.decode(errors="replace").rstrip())
+                if b'"listening"' in line and self._listening is not None and not self._listening.done():
+                    with suppress(ValueError):
+                        self._listening.set_result(json.loads(line))
+        await process.wait()
+        if self._listening is not None and not self._listening.done():
+            self._listening.set_exception(Unavailable(f"{self.name} ended with status {process.returncode}: {self.tail()}"))
+            self._listening.exception()  # looked at here, so that a caller who no longer waits is no fault
+
+    def tail(self, lines: int = 3) -> str:
+        """Its last log lines, for messages."""
+        return " | ".join(list(self._last)[-lines:]) or "(it logged nothing)"
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash."""
+        self._signal(signal.SIGKILL)
+
+    def signal(self, number: int) -> None:
+        """Sends a signal."""
+        self._signal(number)
+
+    async def ended(self) -> int:
+        """Waits for the end.
+
+        Returns:
+            Exit status; negative: the signal that ended it.
+        """
+        assert self._process is not None, "not started"
+        assert self._reader is not None, "not started"
+        await self._reader
+        return await self._process.wait()
+
+    async def stop(self, grace_s: float) -> None:
+        """SIGTERM, then after `grace_s` SIGKILL. Idempotent."""
+        if self._process is None or self._reader is None:
+            return
+        self._signal(signal.SIGTERM)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._process.wait()
+        self._signal(signal.SIGKILL)
+        await self._process.wait()
+        await self._reader
+
+    def _signal(self, number: int) -> None:
+        if self.pid is not None and self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+
+async def _line(stream: asyncio.StreamReader) -> bytes:
+    """One line; one that is longer than the limit is dropped."""
+    while True:
+        try:
+            return await stream.readline()
+        except ValueError:  # longer than the limit; readline has dropped it
+            continue
+
+
+def _keep(log: IO[bytes], line: bytes) -> None:
+    log.write(line)
+    log.flush()
+
+
+def _die_with_parent() -> None:
+    """In the child: SIGKILL when the parent dies, so that nothing outlives a killed command. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == 1:
+            os._exit(1)

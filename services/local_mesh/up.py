@@ -1,0 +1,97 @@
+"""`kvc up`: a whole mesh on this machine until Ctrl-C, with a live table of its workers."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc.aio
+from rich.console import Console
+from rich.live import Live
+
+from kvc.runtime import service
+from kvc.v1 import router_pb2
+from services.local_mesh.client import RouterClient
+from services.local_mesh.mesh import LocalMesh, MeshConfig
+from services.local_mesh.options import Parser, add_mesh_arguments, whole
+from services.local_mesh.views import workers_table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+REFRESH_S = 0.5
+RESTART_PAUSE_S = 1.0
+READY_TIMEOUT_S = 30.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """`kvc up`."""
+    parser = Parser(prog="kvc up", description="Starts engines, admission agents and a router on 127.0.0.1 until Ctrl-C.")
+    add_mesh_arguments(parser, kv_tokens=92_104, time_scale=1.0)
+    parser.add_argument("--policy", choices=("kvc", "sticky", "round_robin"), default="kvc")
+    parser.add_argument("--port", type=whole(0, 65535), default=50050, help="gRPC port of the router (default 50050; 0 = any)")
+    parser.add_argument("--telemetry-endpoint", default="", metavar="HOST:PORT", help="OTLP collector that gets every span")
+    parser.add_argument("--dir", type=Path, default=None, help="keep logs and sockets there (default: a temporary folder)")
+    parser.add_argument("--no-restart", action="store_true", help="leave a worker that died dead")
+    arguments = parser.parse_args(argv)
+    config = MeshConfig(
+        topology=arguments.topology,
+        kv_tokens=arguments.kv_tokens,
+        page_tokens=arguments.page_tokens,
+        preset=arguments.preset,
+        time_scale=arguments.time_scale,
+        policy=arguments.policy,
+        profile=arguments.profile,
+        router_port=arguments.port,
+        telemetry_endpoint=arguments.telemetry_endpoint,
+        directory=arguments.dir,
+    )
+    return service.run(lambda stop: _up(config, stop, restart=not arguments.no_restart))
+
+
+async def _up(config: MeshConfig, stop: asyncio.Event, *, restart: bool) -> None:
+    console = Console()
+    console.print(f"starting {config.topology} ...")
+    async with LocalMesh(config) as mesh:
+        await mesh.ready(READY_TIMEOUT_S)
+        console.print(
+            f"router on {mesh.target}, metrics on 127.0.0.1:{mesh.router_ops_port}/metrics, logs in {mesh.directory}; Ctrl-C stops"
+        )
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_show(mesh, console))]
+            if restart:
+                tasks += [group.create_task(_keep_alive(mesh, name, console)) for name in mesh.workers]
+            await stop.wait()
+            for task in tasks:
+                task.cancel()
+
+
+async def _show(mesh: LocalMesh, console: Console) -> None:
+    """The live table; without a terminal, nothing."""
+    if not console.is_terminal:
+        return
+    async with RouterClient(mesh.target) as client:
+        with Live(console=console, auto_refresh=False) as live:
+            while True:
+                with suppress(grpc.aio.AioRpcError):
+                    listed = await client.stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=REFRESH_S)
+                    live.update(workers_table(listed, title=f"{mesh.config.topology} on {mesh.target}"), refresh=True)
+                await asyncio.sleep(REFRESH_S)
+
+
+async def _keep_alive(mesh: LocalMesh, name: str, console: Console) -> None:
+    """Restarts a worker whose engine or agent ended, under its old address."""
+    while True:
+        worker = mesh.workers[name]
+        ends = [asyncio.ensure_future(worker.engine.ended()), asyncio.ensure_future(worker.agent.ended())]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for end in ends:
+                end.cancel()
+        console.print(f"{name} ended, starting it again")
+        await mesh.kill_worker(name)
+        await asyncio.sleep(RESTART_PAUSE_S)
+        await mesh.start_worker(name)
