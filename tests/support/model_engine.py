@@ -41,6 +41,8 @@ class ModelEngine:
     """Cached block -> its parent block, least recently used first."""
     evicted: list[int] = field(default_factory=list)
     transfers: int = 0
+    others_tokens: int = 0
+    """Held by turns of other routers, as one number."""
     draining: bool = False
 
     @property
@@ -55,8 +57,9 @@ class ModelEngine:
 
     @property
     def held_tokens(self) -> int:
-        """Locked blocks once each, and what running turns own."""
-        return len(self.locks) * self.params.block_tokens + sum(hold.own_tokens for hold in self.running.values())
+        """Locked blocks once each, what running turns own, and what others hold."""
+        own_tokens = sum(hold.own_tokens for hold in self.running.values())
+        return len(self.locks) * self.params.block_tokens + own_tokens + self.others_tokens
 
     @property
     def reserved_tokens(self) -> int:
@@ -154,6 +157,11 @@ class ModelEngine:
                 self.cache.pop(block, None)
                 self.cache[block] = parent
                 parent = block
+        self._make_room()
+
+    def occupy(self, tokens: int) -> None:
+        """Turns of other routers hold that much now; cached KV makes way."""
+        self.others_tokens = tokens
         self._make_room()
 
     def _make_room(self) -> None:
