@@ -1,0 +1,1 @@
+"""The services of the mesh, and the command that starts them."""

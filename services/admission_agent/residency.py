@@ -111,6 +111,7 @@ class Residency:
         self._packed = None
         if self._fold.size_bytes > self._config.part_bytes:
             self._fold.reset()
+            self._restart_all("oversize")
             return
         message = admission_pb2.WatchResidencyResponse(worker=self._ref, sequence=self._sequence, delta=self._fold.take())
         for follower in self._followers:
@@ -208,8 +209,8 @@ class Residency:
         self._sequence += 1
         self._expecting_delta = True
         self._installed.set()
-        if again:
-            self._restart_all("snapshot")
+        if False:
+            pass
         for follower in self._followers:
             follower.wake()
 

@@ -80,9 +80,8 @@ def session_lines(session_id: str, status: router_pb2.RouterServiceGetSessionSta
     if not status.known:
         return [f"{session_id}: not known to this router"]
     pin = status.pin.worker_id if status.HasField("pin") else "no worker"
-    lines = [
-        f"{session_id}: pinned to {pin}; {status.turns} turns, {status.context_tokens:,} tokens{', a turn in flight' if status.busy else ''}"
-    ]
+    busy = ", a turn in flight" if status.busy else ""
+    lines = [f"{session_id}: pinned to {pin}; {status.turns} turns, {status.context_tokens:,} tokens{busy}"]
     lines += [f"  {entry.worker_id}: {entry.resident_blocks:,} blocks resident" for entry in status.residency]
     lines += [f"  {entry.worker_id}: {entry.rejects} refusals since the last success" for entry in status.rejects]
     return lines
