@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-import grpc
 import grpc.aio
 
-from kvc.runtime.config import ConfigError
+from kvc.runtime.tls import channel_credentials
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,7 +52,7 @@ def channel(
         telemetry: carries the current trace along.
 
     Raises:
-        ConfigError: a TLS file cannot be read.
+        ConfigError: a TLS file cannot be used.
     """
     options = [
         ("grpc.max_send_message_length", max_message_bytes),
@@ -66,27 +65,8 @@ def channel(
     around = [one for hook in hooks for one in interceptors(hook)]
     if tls_ca is None:
         return grpc.aio.insecure_channel(target, options=options, interceptors=around)
-    credentials = grpc.ssl_channel_credentials(
-        root_certificates=read_file("tls_ca", tls_ca),
-        private_key=read_file("tls_key", tls_key) if tls_key else None,
-        certificate_chain=read_file("tls_cert", tls_cert) if tls_cert else None,
-    )
+    credentials = channel_credentials(tls_ca, tls_cert, tls_key)
     return grpc.aio.secure_channel(target, credentials, options=options, interceptors=around)
-
-
-def read_file(key: str, path: Path) -> bytes:
-    """The content of a TLS file.
-
-    Raises:
-        ConfigError: it cannot be read or is empty; names the setting.
-    """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{key}: {path}: {error.strerror or error}") from None
-    if not content:
-        raise ConfigError(f"{key}: {path}: is empty")
-    return content
 
 
 class Hook(Protocol):

@@ -54,13 +54,14 @@ class ErrorBoundary(grpc.aio.ServerInterceptor):
 
         async def unary(request: Any, context: Context) -> Any:
             try:
-                return await behaviour(_wellformed(request, many=many), context)
+                return await behaviour(_Requests(context) if many else _wellformed(request), context)
             except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - the boundary
                 await _abort(error, context, method)
 
         async def stream(request: Any, context: Context) -> None:
             try:
-                async with aclosing(behaviour(_wellformed(request, many=many), context)) as responses:
+                requests = _Requests(context) if many else _wellformed(request)
+                async with aclosing(behaviour(requests, context)) as responses:
                     async for response in responses:
                         await context.write(response)
             except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - the boundary
@@ -144,30 +145,34 @@ def _guarded(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | N
     return guarded
 
 
-def _wellformed(request: Any, *, many: bool) -> Any:
-    """The request, or the iterator over the requests.
+def _wellformed(request: Any) -> Any:
+    """The request.
 
     Raises:
         InvalidField: it could not be parsed.
     """
-    if many:
-        return _Requests(request)
     if request is _MALFORMED:
         raise InvalidField("is no valid message of its type", field="request")
     return request
 
 
 class _Requests:
-    """Iterates over requests; raises `InvalidField` at one that could not be parsed."""
+    """Iterates over requests; raises `InvalidField` at one that could not be parsed.
 
-    def __init__(self, requests: AsyncIterator[Any]) -> None:
-        self._requests = aiter(requests)
+    Reads from the context: gRPC's own iterator is an async generator that stays behind when a handler stops reading early.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Any:
-        return _wellformed(await anext(self._requests), many=False)
+        request = await self._context.read()
+        if request is grpc.aio.EOF:
+            raise StopAsyncIteration
+        return _wellformed(request)
 
 
 async def _abort(error: BaseException, context: Context, method: str) -> None:

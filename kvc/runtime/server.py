@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path  # noqa: TC003 - settings are read by their evaluated annotations
 from typing import TYPE_CHECKING
 
-import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]  # no types published
 from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]  # no types published
 
-from kvc.runtime.channel import MAX_MESSAGE_BYTES, channel, read_file
+from kvc.runtime.channel import MAX_MESSAGE_BYTES, channel
 from kvc.runtime.config import ConfigError, setting
 from kvc.runtime.health import Health
 from kvc.runtime.interceptors import BearerToken, ErrorBoundary
 from kvc.runtime.logs import event
 from kvc.runtime.ops import OpsServer
+from kvc.runtime.tls import server_credentials
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -90,7 +90,7 @@ class Server:
             ready: why the service cannot work now, or None when it can; served under /ready.
 
         Raises:
-            ConfigError: a port cannot be bound or a TLS file cannot be read.
+            ConfigError: a port cannot be bound or a TLS file cannot be used.
         """
         interceptors = [*telemetry.server_interceptors(), ErrorBoundary()]
         if config.auth_token:
@@ -140,9 +140,7 @@ def _bind(server: grpc.aio.Server, config: ServerConfig) -> int:
     try:
         if config.tls_cert is None or config.tls_key is None:
             return server.add_insecure_port(address)
-        client_ca = read_file("server.tls_client_ca", config.tls_client_ca) if config.tls_client_ca else None
-        pair = (read_file("server.tls_key", config.tls_key), read_file("server.tls_cert", config.tls_cert))
-        credentials = grpc.ssl_server_credentials([pair], client_ca, require_client_auth=client_ca is not None)
+        credentials = server_credentials(config.tls_cert, config.tls_key, config.tls_client_ca)
         return server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise ConfigError(f"server.port: cannot listen on {address}: {error}") from None

@@ -30,14 +30,13 @@ class Scripted(admission_pb2_grpc.AdmissionServiceServicer):
         return admission_pb2.GetWorkerResponse()
 
     async def _none(self, _request: Any, _context: Any) -> AsyncGenerator[Any]:
-        for nothing in ():
-            yield nothing
+        return
+        yield  # makes this an async generator
 
     async def GetWorker(self, request: Any, context: Any) -> Any:
         return await self.unary(request, context)
 
-    async def Admit(self, request: Any, context: Any) -> Any:
-        return await self.unary(request, context)
+    Admit = Release = GetSessionStatus = ListSessions = GetWorker
 
     async def WatchResidency(self, request: Any, context: Any) -> Any:
         async with aclosing(self.many(request, context)) as responses:
@@ -66,7 +65,7 @@ async def serving(
     """A running, serving server."""
 
     def register(server: grpc.aio.Server) -> None:
-        admission_pb2_grpc.add_AdmissionServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]  # generated
+        admission_pb2_grpc.add_AdmissionServiceServicer_to_server(servicer, server)
 
     server = await Server.start(config or ServerConfig(), register, [SERVICE], telemetry or Telemetry(None), process_registry(), ready)
     server.set_serving(True)
@@ -83,5 +82,5 @@ async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
         TimeoutError: it did not come true in time.
     """
     async with asyncio.timeout(timeout_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - whatever the condition reads has no event to wait for
             await asyncio.sleep(0.005)
