@@ -5,8 +5,8 @@ A trace says how long each prompt is and which blocks it shares, not what was in
 * `outputs="trace"`: tokens follow the block ids alone. Equal ids at the front of two prompts <=> equal tokens there.
 * `outputs="actual"` (default): a turn that only appends (it begins with all blocks of the previous prompt and is long enough to hold
   the previous reply) is the previous prompt, the reply that the engine really gave, then new tokens: what a real client sends, so
-  that an engine that kept the KV of its own reply reuses it. A turn that rewrites history keeps the common blocks only. Blocks that
-  hold a reply keep its tokens for the rest of the session, so a turn that goes back to an earlier branch finds them again.
+  that an engine that kept the KV of its own reply reuses it. A turn that rewrites history keeps the common blocks only. A block's
+  tokens are fixed for the session when its id is first seen, reply or not, so a turn that goes back to an earlier branch finds it.
 
 Between sessions only blocks of first prompts and of rewrites are shared (system prompts, tool schemas): replies are each session's own.
 """
@@ -43,7 +43,8 @@ class SessionPrompts:
         self._block_tokens = block_tokens
         self._pattern = block_pattern(block_tokens) if block_tokens else None
         self._actual = outputs == "actual"
-        self._own: dict[int, bytes] = {}
+        self._own: dict[int, bytes] = {}  # blocks whose tokens are not those of their ids
+        self._seen: set[int] = set()
         self._last: TraceRequest | None = None
         self._prompt = b""
 
@@ -58,22 +59,26 @@ class SessionPrompts:
             `request.input_tokens` little-endian u32 ids.
         """
         history = self._prompt + reply if self._actual else self._prompt
-        if self._appends(request, len(history) // TOKEN_BYTES):
+        common = self._common(request)
+        if self._appends(request, common, len(history) // TOKEN_BYTES):
             kept = len(history) // TOKEN_BYTES
             prompt = history + self._rest(request, kept)
             self._remember(request, prompt, kept)
         else:
-            kept = self._common(request) * self._block_tokens
+            kept = common * self._block_tokens
             prompt = self._prompt[: kept * TOKEN_BYTES] + self._rest(request, kept)
         self.kept_tokens = kept
+        if self._actual:
+            self._seen.update(block_ids(request.blocks, common))
         self._last, self._prompt = request, prompt
         return prompt
 
-    def _appends(self, request: TraceRequest, history_tokens: int) -> bool:
+    def _appends(self, request: TraceRequest, common: int, history_tokens: int) -> bool:
         """True when the turn is the history as it was sent and received, plus new tokens."""
         if self._last is None or not self._actual or request.input_tokens < history_tokens:
             return False
-        return self._common(request) == full_blocks(self._last, self._block_tokens)
+        grows = common == full_blocks(self._last, self._block_tokens)
+        return grows and next(block_ids(request.blocks, common), None) not in self._seen
 
     def _common(self, request: TraceRequest) -> int:
         if self._last is None:

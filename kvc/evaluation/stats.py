@@ -103,9 +103,9 @@ class Summary:
         """Highest use of any decode worker's pool, of its capacity; 0 when unknown."""
         return max((pool.peak_tokens / pool.capacity_tokens for pool in self.pools if pool.capacity_tokens), default=0.0)
 
-    def to_json(self) -> dict[str, Any]:
-        """The object that `--json` prints."""
-        return {
+    def to_json(self, baseline: Summary | None = None) -> dict[str, Any]:
+        """The object that `--json` prints; `baseline` becomes an object of the same shape inside it."""
+        numbers = {
             "requests": self.requests,
             "failed": self.failed,
             "wrong": self.wrong,
@@ -127,6 +127,7 @@ class Summary:
             "evicted_tokens": self.evicted_tokens,
             "wall_s": round(self.wall_s, 3),
         }
+        return numbers if baseline is None else numbers | {"baseline": baseline.to_json()}
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:

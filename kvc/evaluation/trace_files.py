@@ -86,10 +86,10 @@ def kvt_lines(block_tokens: int, meta: Any, requests: Sequence[TraceRequest]) ->
             "timestamp_s": request.timestamp_s,
             "input_length": request.input_tokens,
             "output_length": request.output_tokens,
-            "request_type": request.request_type,
             "turn_id": request.turn_index,
             "h": request.blocks,
         }
+        line |= {"request_type": request.request_type} if request.request_type else {}
         line |= {"think_s": request.think_s} if request.think_s is not None else {}
         line |= {"api_s": request.api_s} if request.api_s is not None else {}
         last[request.session_id] = chat_id
