@@ -32,8 +32,13 @@ def fits(facts: Facts, turn: Turn, params: Params) -> bool:
 
 def can_ever_fit(facts: Facts, turn: Turn, params: Params) -> bool:
     """False when no amount of eviction makes room for the turn, or the engine refuses prompts of its length (R23)."""
-    total = turn.input_tokens + turn.output_reserve_tokens
-    return total <= params.rho * facts.capacity_tokens and turn.input_tokens <= facts.max_input_tokens
+    return fits_empty(turn, params, facts.capacity_tokens, facts.max_input_tokens)
+
+
+def fits_empty(turn: Turn, params: Params, capacity_tokens: int, max_input_tokens: int) -> bool:
+    """True when an empty worker of this size takes the turn. The paper's rule counts the prompt alone."""
+    total = turn.input_tokens + (0 if params.capacity == "used" else turn.output_reserve_tokens)
+    return total <= params.rho * capacity_tokens and turn.input_tokens <= max_input_tokens
 
 
 def admit(facts: Facts, turn: Turn, params: Params, offer: PrefillOffer | None = None) -> Outcome:

@@ -15,7 +15,8 @@ from kvc.core.types import Attempt, Decision, Executor, GaveUp, Give, Mode, Role
 
 if TYPE_CHECKING:
     from kvc.core.dispatch import Dispatch
-    from kvc.core.state import Sigma, WorkerState
+    from kvc.core.members import WorkerState
+    from kvc.core.state import Sigma
     from kvc.core.types import Turn, WorkerRef
 
 Baseline = Literal["sticky", "round_robin"]

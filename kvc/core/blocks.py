@@ -108,14 +108,23 @@ def common_blocks(one: array[int], other: array[int]) -> int:
     return low
 
 
-def resident_blocks(chain: array[int], resident: Container[int]) -> int:
-    """Leading blocks of `chain` in `resident`, which must be closed under prefixes. O(log blocks)."""
+def resident_blocks(chain: array[int], resident: Container[int], least: int = 0) -> int:
+    """Leading blocks of `chain` in `resident`, which must be closed under prefixes. O(log blocks).
+
+    Args:
+        chain: the prompt.
+        resident: blocks held.
+        least: leading blocks that need no look, because they are resident or the caller does not count them.
+
+    Returns:
+        At least `least`.
+    """
     high = len(chain)
-    if not high or chain[0] not in resident:
-        return 0
+    if least >= high or chain[least] not in resident:
+        return least
     if chain[high - 1] in resident:
         return high
-    low = 1
+    low = least + 1
     while low < high:
         middle = (low + high) // 2
         if chain[middle] in resident:

@@ -17,17 +17,19 @@ Every write to Σ happens here, between two yields, through `Sigma.apply`.
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from kvc.core import events as ev
-from kvc.core.blocks import resident_blocks
+from kvc.core.admit import fits_empty
 from kvc.core.cost import choose_executor
-from kvc.core.route import Routing, overlap_blocks, route
-from kvc.core.types import Attempt, Decision, Executor, Facts, GaveUp, Give, Mode, PrefillOffer, Probe, Reason, Role
+from kvc.core.prefill import matched_tokens, prefill_offer
+from kvc.core.route import overlap_blocks, route
+from kvc.core.types import Attempt, Decision, Executor, Facts, GaveUp, Give, Mode, PrefillOffer, Probe, Reason
 
 if TYPE_CHECKING:
-    from kvc.core.state import Sigma, WorkerState
+    from kvc.core.members import WorkerState
+    from kvc.core.state import Sigma
     from kvc.core.types import Admission, Rejection, Turn, WorkerRef
 
 
@@ -151,10 +153,9 @@ def dispatch(turn: Turn, sigma: Sigma, request_id: str, *, first_attempt: int = 
         ended = yield from _sweep(turn, sigma, request_id, run)
         if ended is not None:
             return ended
-        eligible = _eligible(sigma, run)
-        candidates = _able(turn, sigma, eligible, run)
-        if eligible and not candidates:
+        if _never_fits(turn, sigma, run):
             return _give_up(Give.EXCEEDS_CAPACITY, run)
+        candidates = _able(turn, sigma, run)
         worker = _fallback_now(turn, sigma, candidates, run)
         if worker is not None:
             return _fallback(turn, sigma, request_id, run, worker)
@@ -166,7 +167,7 @@ def dispatch(turn: Turn, sigma: Sigma, request_id: str, *, first_attempt: int = 
         if resumed.why == "full":
             return _give_up(Give.QUEUE_FULL if candidates else Give.NO_WORKER, run)
         if resumed.why == "waited":
-            worker = _fallback_worker(turn, sigma, _able(turn, sigma, _eligible(sigma, run), run), run)
+            worker = _fallback_worker(turn, sigma, _able(turn, sigma, run), run)
             return _give_up(Give.NO_WORKER, run) if worker is None else _fallback(turn, sigma, request_id, run, worker)
         run.refused.clear()
         run.gone = set(avoid)
@@ -178,21 +179,25 @@ def _sweep(turn: Turn, sigma: Sigma, request_id: str, run: _Run) -> Generator[Ef
     """Lines 3-23: asks at most epsilon workers. None when none admitted. A worker that is busy with the session is asked again."""
     answers = 0
     limit = _epsilon(sigma, run)
+    again: WorkerRef | None = None
     while answers < limit:
-        exclude = run.gone | run.terminal | (run.refused if sigma.params.exclude_tried else set())
-        routing = route(turn, sigma, exclude)
-        ref = routing.ref
-        worker = sigma.worker(ref) if ref is not None else None
-        if ref is None or worker is None:
+        worker = _next_worker(turn, sigma, run, again)
+        if worker is None:
             return None
-        sigma.apply(ev.Assigned(ref))
+        ref = worker.ref
+        if again is None:
+            sigma.apply(ev.Assigned(ref))
+        again = None
         attempt = run.attempt(request_id)
         prefill, offer = prefill_offer(turn, sigma, worker, run.avoid)
         answer = yield Ask(ref, attempt, turn, offer)
+        if sigma.worker(ref) is None and not isinstance(answer, Unreachable):
+            # That life ended while it answered: the answer is void, and so is a ticket it gave.
+            answer = Unreachable("STALE_EPOCH", gone=True, elapsed_s=getattr(answer, "elapsed_s", 0.0))
         if isinstance(answer, Admitted):
             run.probes.append(Probe(ref, admitted=True, elapsed_s=answer.elapsed_s))
             sigma.apply(ev.LoadReported(ref, answer.facts))
-            return _decide(turn, sigma, run, routing, attempt, answer, prefill)
+            return _decide(turn, sigma, run, worker, attempt, answer, prefill)
         if isinstance(answer, Unreachable):
             run.probes.append(Probe(ref, admitted=False, error=answer.error, elapsed_s=answer.elapsed_s))
             run.gone.add(ref)
@@ -201,16 +206,26 @@ def _sweep(turn: Turn, sigma: Sigma, request_id: str, run: _Run) -> Generator[Ef
             continue
         assert isinstance(answer, Refused), f"{type(answer).__name__} does not answer Ask"
         run.probes.append(Probe(ref, admitted=False, reason=answer.rejection.reason, elapsed_s=answer.elapsed_s))
-        busy = _note_refusal(turn, sigma, run, ref, answer)
-        if not busy:
+        if not _note_refusal(turn, sigma, run, ref, answer):
             answers += 1
             continue
+        again = ref
         resumed = yield Pause(ref, run.retry_after_s, sigma.params.backoff_base_s)
         assert isinstance(resumed, Resumed), f"{type(resumed).__name__} does not answer Pause"
         run.queued_s += resumed.waited_s
         if resumed.why == "deadline":
             return _give_up(Give.DEADLINE, run)
     return None
+
+
+def _next_worker(turn: Turn, sigma: Sigma, run: _Run, again: WorkerRef | None) -> WorkerState | None:
+    """Line 4: the worker that was busy with the session, while it may be asked; else Route's choice among those not tried (R2)."""
+    busy = sigma.worker(again) if again is not None else None
+    if busy is not None and not busy.why_not:
+        return busy
+    exclude = run.gone | run.terminal | (run.refused if sigma.params.exclude_tried else set())
+    ref = route(turn, sigma, exclude).ref
+    return sigma.worker(ref) if ref is not None else None
 
 
 def _note_refusal(turn: Turn, sigma: Sigma, run: _Run, ref: WorkerRef, answer: Refused) -> bool:
@@ -232,21 +247,23 @@ def _note_refusal(turn: Turn, sigma: Sigma, run: _Run, ref: WorkerRef, answer: R
 
 
 def _decide(
-    turn: Turn, sigma: Sigma, run: _Run, routing: Routing, attempt: Attempt, answer: Admitted, prefill: WorkerState | None
+    turn: Turn, sigma: Sigma, run: _Run, worker: WorkerState, attempt: Attempt, answer: Admitted, prefill: WorkerState | None
 ) -> Decision:
-    """Lines 8-19: an admission starts the turn."""
+    """Lines 8-19: an admission starts the turn. A prefill worker that left meanwhile is replaced; without any, D prefills itself."""
     admission = answer.admission
-    ref = run.probes[-1].worker
     remote = prefill if admission.executor is Executor.PREFILL else None
+    if remote is not None and (sigma.worker(remote.ref) is not remote or remote.why_not):
+        remote, _ = prefill_offer(turn, sigma, worker, run.avoid)
+    executor = Executor.PREFILL if remote is not None else Executor.LOCAL
     decision = Decision(
         mode=admission.mode,
-        executor=admission.executor,
-        decode=ref,
+        executor=executor,
+        decode=worker.ref,
         prefill=remote.ref if remote is not None else None,
         attempt=attempt,
         admission=admission,
         probes=tuple(run.probes),
-        overlap_blocks=routing.overlap_blocks,
+        overlap_blocks=overlap_blocks(turn, worker, sigma),
         queued_s=run.queued_s,
     )
     _start(turn, sigma, decision, remote)
@@ -256,8 +273,14 @@ def _decide(
 def _fallback(turn: Turn, sigma: Sigma, request_id: str, run: _Run, worker: WorkerState) -> Decision:
     """Lines 26-29: plain prefill/decode disaggregation; no ticket, the engine queues the turn until it fits (R23)."""
     prefill, offer = prefill_offer(turn, sigma, worker, run.avoid)
-    known = worker.facts or Facts(worker.info.capacity_tokens)
-    facts = replace(known, matched_tokens=_matched_tokens(turn, worker), prefill_tokens_per_s=worker.info.prefill_tokens_per_s)
+    known = worker.facts
+    facts = Facts(
+        worker.info.capacity_tokens,
+        matched_tokens=matched_tokens(turn, worker),
+        prefill_tokens_per_s=worker.info.prefill_tokens_per_s,
+        prefill_backlog_s=known.prefill_backlog_s if known is not None else 0.0,
+        running=known.running if known is not None else 0,
+    )
     executor = choose_executor(facts, turn.input_tokens, sigma.params, offer)
     remote = prefill if executor is Executor.PREFILL else None
     sigma.apply(ev.Assigned(worker.ref))
@@ -277,7 +300,7 @@ def _fallback(turn: Turn, sigma: Sigma, request_id: str, run: _Run, worker: Work
 
 
 def _start(turn: Turn, sigma: Sigma, decision: Decision, prefill: WorkerState | None) -> None:
-    work = turn.input_tokens - _matched_tokens(turn, prefill) if prefill is not None else 0
+    work = turn.input_tokens - matched_tokens(turn, prefill) if prefill is not None else 0
     sigma.apply(
         ev.Started(
             attempt=decision.attempt,
@@ -290,30 +313,6 @@ def _start(turn: Turn, sigma: Sigma, decision: Decision, prefill: WorkerState | 
             prefill_tokens=work,
         )
     )
-
-
-def prefill_offer(
-    turn: Turn, sigma: Sigma, decode: WorkerState, avoid: frozenset[WorkerRef] = frozenset()
-) -> tuple[WorkerState | None, PrefillOffer | None]:
-    """The prefill worker that would be done first, and its terms (R24); round robin over healthy P when executor is "prefill".
-
-    Returns:
-        (None, None) when |P| = 0, or the decode worker takes no KV from others (R25).
-    """
-    pool = [worker for worker in sigma.prefill_workers() if worker.ref not in avoid]
-    if not pool or decode.info.role is Role.MONOLITHIC:
-        return None, None
-    if sigma.params.executor == "prefill":
-        worker = pool[sigma.prefill_cursor % len(pool)]
-    else:
-        worker = min(pool, key=lambda p: p.prefill_backlog_s + (turn.input_tokens - _matched_tokens(turn, p)) / p.info.prefill_tokens_per_s)
-    speed = min(worker.info.transfer_tokens_per_s, decode.info.transfer_tokens_per_s)
-    offer = PrefillOffer(worker.prefill_backlog_s, worker.info.prefill_tokens_per_s, speed, _matched_tokens(turn, worker))
-    return worker, offer
-
-
-def _matched_tokens(turn: Turn, worker: WorkerState) -> int:
-    return resident_blocks(turn.chain, worker.resident) * worker.info.block_tokens
 
 
 def _eligible(sigma: Sigma, run: _Run) -> list[WorkerState]:
@@ -330,16 +329,20 @@ def _epsilon(sigma: Sigma, run: _Run) -> int:
     return max(1, len(_eligible(sigma, run)) - 1)
 
 
-def _able(turn: Turn, sigma: Sigma, workers: list[WorkerState], run: _Run) -> list[WorkerState]:
-    """Those that could hold the turn if they were empty, as far as is known (R23)."""
-    total = turn.input_tokens + turn.output_reserve_tokens
-    return [
-        worker
-        for worker in workers
-        if worker.ref not in run.terminal
-        and total <= sigma.params.rho * worker.info.capacity_tokens
-        and turn.input_tokens <= worker.info.max_input_tokens
-    ]
+def _able(turn: Turn, sigma: Sigma, run: _Run) -> list[WorkerState]:
+    """Eligible workers that could hold the turn if they were empty (R23)."""
+    return [worker for worker in _eligible(sigma, run) if _could_hold(turn, sigma, worker, run)]
+
+
+def _never_fits(turn: Turn, sigma: Sigma, run: _Run) -> bool:
+    """True when no worker of the mesh, reachable now or not, could ever hold the turn (R23)."""
+    workers = list(sigma.decode_workers())
+    return bool(workers) and not any(_could_hold(turn, sigma, worker, run) for worker in workers)
+
+
+def _could_hold(turn: Turn, sigma: Sigma, worker: WorkerState, run: _Run) -> bool:
+    info = worker.info
+    return worker.ref not in run.terminal and fits_empty(turn, sigma.params, info.capacity_tokens, info.max_input_tokens)
 
 
 def _fallback_now(turn: Turn, sigma: Sigma, workers: list[WorkerState], run: _Run) -> WorkerState | None:
@@ -366,7 +369,7 @@ def _fallback_worker(turn: Turn, sigma: Sigma, workers: list[WorkerState], run: 
 
 def _wait(turn: Turn, sigma: Sigma, run: _Run, sweep: int) -> WaitForRoom:
     params = sigma.params
-    missing = turn.input_tokens - max((_matched_tokens(turn, worker) for worker in _eligible(sigma, run)), default=0)
+    missing = turn.input_tokens - max((matched_tokens(turn, worker) for worker in _eligible(sigma, run)), default=0)
     return WaitForRoom(
         prefill_tokens=missing,
         at_least_s=run.retry_after_s,

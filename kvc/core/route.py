@@ -1,11 +1,13 @@
 """Algorithm 1, Route: which decode worker is asked (docs/spec.md ROUTE-1 to ROUTE-11).
 
 The score is a tuple compared lexicographically. O(|D| log blocks): overlap is found by bisection, because resident[d] is closed
-under prefixes; nothing here looks at capacity (R19).
+under prefixes; nothing here looks at capacity (R19). Most workers cost one look: a worker that lacks the block it needs to come up to
+the primary score of another candidate cannot win, and the pinned worker, which wins most often, sets that mark first.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +16,8 @@ from kvc.core.blocks import resident_blocks
 if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
-    from kvc.core.state import SessionState, Sigma, WorkerState
+    from kvc.core.members import SessionState, WorkerState
+    from kvc.core.state import Sigma
     from kvc.core.types import Turn, WorkerRef
 
 Score = tuple[float, ...]
@@ -57,24 +60,30 @@ def route(turn: Turn, sigma: Sigma, exclude: AbstractSet[WorkerRef] = frozenset(
         The best candidate; no worker when none is eligible.
     """
     session = sigma.session(turn.session_id)
+    rejects = session.rejects if session is not None else {}
     tau = sigma.params.tau_reject
     best: WorkerState | None = None
     best_score: Score = ()
     best_overlap = 0
     least: WorkerState | None = None
     least_rejects = 0
+    mark = _pinned_primary(turn, session, sigma, exclude)
     for worker in sigma.decode_workers():
         if worker.why_not or worker.ref in exclude:
             continue
-        rejects = session.rejects.get(worker.ref.worker_id, 0) if session is not None else 0
-        if rejects >= tau:
-            if least is None or rejects < least_rejects:
-                least, least_rejects = worker, rejects
+        refusals = rejects.get(worker.ref.worker_id, 0)
+        if refusals >= tau:
+            if least is None or refusals < least_rejects:
+                least, least_rejects = worker, refusals
             continue
-        overlap = overlap_blocks(turn, worker, sigma)
+        needed = 0 if mark is None else math.floor(mark - _beside_overlap(worker, session, sigma))
+        if needed > 0 and not _has_overlap(turn, worker, sigma, needed):
+            continue
+        overlap = overlap_blocks(turn, worker, sigma, max(0, needed))
         score = score_of(worker, session, overlap, sigma)
         if best is None or score > best_score:
             best, best_score, best_overlap = worker, score, overlap
+            mark = score[0] if mark is None else max(mark, score[0])
     if best is not None:
         return Routing(best.ref, best_overlap)
     if least is not None:
@@ -82,12 +91,41 @@ def route(turn: Turn, sigma: Sigma, exclude: AbstractSet[WorkerRef] = frozenset(
     return Routing(None)
 
 
-def overlap_blocks(turn: Turn, worker: WorkerState, sigma: Sigma) -> int:
-    """overlap(d), line 6: resident leading blocks, without those of more than `shared_after` live sessions when exclusive (R14)."""
-    resident = resident_blocks(turn.chain, worker.resident)
-    if sigma.params.overlap == "exclusive":
-        return max(0, resident - turn.shared_blocks)
-    return resident
+def _pinned_primary(turn: Turn, session: SessionState | None, sigma: Sigma, exclude: AbstractSet[WorkerRef]) -> float | None:
+    """Primary score of the pinned worker, below which no worker wins; None when it is no candidate."""
+    if session is None or session.pin is None or session.pin in exclude:
+        return None
+    worker = sigma.worker(session.pin)
+    if worker is None or worker.why_not or session.rejects.get(session.pin.worker_id, 0) >= sigma.params.tau_reject:
+        return None
+    return overlap_blocks(turn, worker, sigma) + _beside_overlap(worker, session, sigma)
+
+
+def overlap_blocks(turn: Turn, worker: WorkerState, sigma: Sigma, least: int = 0) -> int:
+    """overlap(d), line 6: resident leading blocks, without those of more than `shared_after` live sessions when exclusive (R14).
+
+    `least`: overlap that is known to be there.
+    """
+    apart = _apart(turn, sigma)
+    return max(0, resident_blocks(turn.chain, worker.resident, apart + least) - apart)
+
+
+def _has_overlap(turn: Turn, worker: WorkerState, sigma: Sigma, blocks: int) -> bool:
+    """True when overlap(d) is at least `blocks`, which are more than 0: one look, because resident[d] is closed under prefixes."""
+    last = _apart(turn, sigma) + blocks - 1
+    return last < len(turn.chain) and turn.chain[last] in worker.resident
+
+
+def _apart(turn: Turn, sigma: Sigma) -> int:
+    """Leading blocks that do not count."""
+    return turn.shared_blocks if sigma.params.overlap == "exclusive" else 0
+
+
+def _beside_overlap(worker: WorkerState, session: SessionState | None, sigma: Sigma) -> float:
+    """What line 9 adds to the overlap: the sticky bonus, and the bonus of a worker without turns in flight."""
+    params = sigma.params
+    sticky = params.alpha if session is not None and session.pin == worker.ref else 0.0
+    return sticky + (params.load_floor_bonus if worker.inflight == 0 else 0.0)
 
 
 def score_of(worker: WorkerState, session: SessionState | None, overlap: int, sigma: Sigma) -> Score:

@@ -12,11 +12,12 @@ prefill worker (R24), turns in flight by attempt.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvc.core import events as ev
 from kvc.core.forest import Forest
+from kvc.core.members import SessionState, WorkerState
 from kvc.core.types import Mode, Role, Turn
 
 if TYPE_CHECKING:
@@ -24,74 +25,10 @@ if TYPE_CHECKING:
 
     from kvc.core.blocks import Chain
     from kvc.core.params import Params
-    from kvc.core.types import Attempt, Facts, WorkerInfo, WorkerRef
+    from kvc.core.types import Attempt, WorkerRef
 
 UNREACHABLE_LIMIT = 3
 """Unanswered questions in a row after which a worker counts as unhealthy until its agent is heard again."""
-
-
-@dataclass(slots=True)
-class WorkerState:
-    """What Σ knows of one life of one worker. Read freely; only Sigma writes."""
-
-    info: WorkerInfo
-    healthy: bool = True
-    draining: bool = False
-    resident: set[int] = field(default_factory=set)
-    fresh: bool = False
-    facts: Facts | None = None
-    inflight: int = 0
-    assigned: int = 0
-    failures: int = 0
-    placed_tokens: int = 0
-    placed_sessions: int = 0
-    prefill_tokens: int = 0
-    modes: dict[Mode, int] = field(default_factory=dict)
-
-    @property
-    def ref(self) -> WorkerRef:
-        """Name and life."""
-        return self.info.ref
-
-    @property
-    def why_not(self) -> str:
-        """Why the worker may not be routed to; empty when it may (R19)."""
-        if not self.healthy:
-            return "unhealthy"
-        return "draining" if self.draining or self.info.draining else ""
-
-    @property
-    def load(self) -> float:
-        """Tokens of open sessions placed here over K_d (R26, without the inflight term)."""
-        return self.placed_tokens / self.info.capacity_tokens
-
-    @property
-    def prefill_backlog_s(self) -> float:
-        """Prefill work ahead of a new turn: what this router gave the worker, or what the worker reports, whichever is more."""
-        own = self.prefill_tokens / self.info.prefill_tokens_per_s
-        return max(own, self.facts.prefill_backlog_s if self.facts else 0.0)
-
-    @property
-    def room_tokens(self) -> int:
-        """Free and evictable KV less what is queued, by the latest report (R27); the whole pool when nothing is known."""
-        if self.facts is None:
-            return self.info.capacity_tokens
-        facts = self.facts
-        return facts.capacity_tokens - facts.held_tokens - facts.reserved_tokens - facts.queued_tokens
-
-
-@dataclass(slots=True)
-class SessionState:
-    """What Σ knows of one session. `placed` is where its tokens count for R26."""
-
-    pin: WorkerRef | None = None
-    turns: int = 0
-    context_tokens: int = 0
-    input_tokens: int = 0
-    rejects: dict[str, int] = field(default_factory=dict)
-    placed: WorkerRef | None = None
-    placed_tokens: int = 0
-    open_turns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,12 +140,15 @@ class Sigma:
         fresh = WorkerState(info, draining=known.draining if known is not None else False)
         self._void(known)
         self.workers[info.ref.worker_id] = fresh
+        for turn in self.open.values():  # a worker that left and is back under the same epoch still has its turns
+            fresh.inflight += (turn.started.ref == info.ref) + (turn.prefill_open and turn.started.prefill == info.ref)
+            fresh.prefill_tokens += turn.started.prefill_tokens if turn.prefill_open and turn.started.prefill == info.ref else 0
 
     def _worker_left(self, event: ev.WorkerLeft) -> None:
         self._void(self.workers.pop(event.worker_id, None))
 
     def _void(self, worker: WorkerState | None) -> None:
-        """Sessions placed on a dead life are lost ones: they count nowhere until they are admitted again (R26)."""
+        """Nothing learnt about a dead life stays: sessions placed on it are lost ones, and count nowhere until admitted again (R26)."""
         if worker is None:
             return
         for session in self.sessions.values():
@@ -216,6 +156,7 @@ class Sigma:
                 session.placed, session.placed_tokens = None, 0
             if session.pin == worker.ref:
                 session.pin = None
+            session.rejects.pop(worker.ref.worker_id, None)
 
     def _worker_health(self, event: ev.WorkerHealth) -> None:
         worker = self.worker(event.ref)
@@ -258,6 +199,7 @@ class Sigma:
         session = self.sessions.pop(event.session_id, None) or SessionState()
         self.sessions[event.session_id] = session
         session.input_tokens = event.input_tokens
+        session.closed = False
         self.forest.update(event.session_id, event.chain)
 
     def _assigned(self, event: ev.Assigned) -> None:
@@ -282,7 +224,7 @@ class Sigma:
         session = self.sessions.setdefault(event.session_id, SessionState())
         session.open_turns += 1
         self._place(session, event.ref, event.tokens)
-        if event.mode is Mode.FALLBACK:
+        if worker is None or event.mode is Mode.FALLBACK:
             return
         if self.params.reset_on_admit:
             session.rejects.pop(event.ref.worker_id, None)
@@ -303,7 +245,7 @@ class Sigma:
         worker = self.worker(event.ref)
         if worker is not None:
             worker.failures = 0
-        if event.reason.counts_as_reject:
+        if worker is not None and event.reason.counts_as_reject:
             rejects = self.sessions.setdefault(event.session_id, SessionState()).rejects
             rejects[event.ref.worker_id] = rejects.get(event.ref.worker_id, 0) + 1
 
@@ -329,6 +271,10 @@ class Sigma:
         if session is None:
             return
         session.open_turns -= 1
+        if session.closed:
+            if not session.open_turns:
+                del self.sessions[started.session_id]
+            return
         if event.end is not ev.End.COMPLETED:
             self._place(session, session.pin, session.context_tokens)
             return
@@ -359,7 +305,7 @@ class Sigma:
             return
         self._place(session, None, 0)
         if session.open_turns:
-            self.sessions[event.session_id] = SessionState(open_turns=session.open_turns)
+            self.sessions[event.session_id] = SessionState(open_turns=session.open_turns, closed=True)
 
     def _place(self, session: SessionState, ref: WorkerRef | None, tokens: int) -> None:
         """Moves the session's tokens to `ref` in the placement load (R26)."""

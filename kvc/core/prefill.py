@@ -1,0 +1,38 @@
+"""Which prefill worker a turn would use, and its terms (R24, R25)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvc.core.blocks import resident_blocks
+from kvc.core.types import PrefillOffer, Role
+
+if TYPE_CHECKING:
+    from kvc.core.members import WorkerState
+    from kvc.core.state import Sigma
+    from kvc.core.types import Turn, WorkerRef
+
+
+def prefill_offer(
+    turn: Turn, sigma: Sigma, decode: WorkerState, avoid: frozenset[WorkerRef] = frozenset()
+) -> tuple[WorkerState | None, PrefillOffer | None]:
+    """The prefill worker that would be done first, and its terms (R24); round robin over healthy P when executor is "prefill".
+
+    Returns:
+        (None, None) when |P| = 0, or the decode worker takes no KV from others (R25).
+    """
+    pool = [worker for worker in sigma.prefill_workers() if worker.ref not in avoid]
+    if not pool or decode.info.role is Role.MONOLITHIC:
+        return None, None
+    if sigma.params.executor == "prefill":
+        worker = pool[sigma.prefill_cursor % len(pool)]
+    else:
+        worker = min(pool, key=lambda p: p.prefill_backlog_s + (turn.input_tokens - matched_tokens(turn, p)) / p.info.prefill_tokens_per_s)
+    speed = min(worker.info.transfer_tokens_per_s, decode.info.transfer_tokens_per_s)
+    offer = PrefillOffer(worker.prefill_backlog_s, worker.info.prefill_tokens_per_s, speed, matched_tokens(turn, worker))
+    return worker, offer
+
+
+def matched_tokens(turn: Turn, worker: WorkerState) -> int:
+    """Leading prompt tokens that the router believes resident on a worker."""
+    return resident_blocks(turn.chain, worker.resident) * worker.info.block_tokens
