@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from kvc.core.blocks import Chain
     from kvc.core.route import Candidate
-    from kvc.core.state import WorkerState
+    from kvc.core.members import WorkerState
     from kvc.core.types import Turn
     from kvc.runtime.clock import Clock
     from services.router.router import Output, Result, Router
