@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.util
 import logging
 import signal
@@ -30,6 +29,7 @@ logger = logging.getLogger(__name__)
 EXIT_OK = 0
 EXIT_FAULT = 1
 EXIT_CONFIG = 2
+EXIT_SIGNAL = 128
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -73,16 +73,11 @@ async def _supervise(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
         loop.add_signal_handler(number, on_signal, number)
     try:
         await task
-    except asyncio.CancelledError:
-        if not second:
-            raise
-        return 128 + second[0]
-    except Exception as error:  # noqa: BLE001 - the outermost frame turns every failure into an exit code
-        return _exit_code(leaf(error), error)
+    except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - the outermost frame turns every failure into an exit code
+        return EXIT_SIGNAL + second[0] if second else _exit_code(leaf(error), error)
     finally:
-        with contextlib.suppress(RuntimeError):
-            for number in _SIGNALS:
-                loop.remove_signal_handler(number)
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
     return EXIT_OK
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
+from urllib.parse import urlsplit
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -17,7 +18,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from kvc.runtime.config import setting
+from kvc.runtime.config import ConfigError, setting
 from kvc.runtime.tracing import ClientTracing, ServerTracing
 
 if TYPE_CHECKING:
@@ -56,9 +57,14 @@ class Telemetry:
             endpoint: `host:port` or URL of the collector.
             insecure: no TLS towards it.
             sample_ratio: share of traces begun here that is recorded, 0 to 1; a caller's decision is followed.
+
+        Raises:
+            ConfigError: `endpoint` is no address.
         """
         if not endpoint:
             return cls(None)
+        if not _is_endpoint(endpoint):
+            raise ConfigError(f"telemetry.endpoint: {endpoint!r} is neither host:port nor a URL with both")
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter  # noqa: PLC0415 - only who exports pays
 
         provider = TracerProvider(
@@ -89,6 +95,14 @@ class Telemetry:
             self._provider.force_flush(_SHUTDOWN_TIMEOUT_MS)
             self._provider.shutdown()
             self._provider = None
+
+
+def _is_endpoint(endpoint: str) -> bool:
+    try:
+        parts = urlsplit(endpoint if "://" in endpoint else f"http://{endpoint}")
+        return parts.scheme in {"http", "https"} and bool(parts.hostname) and bool(parts.port) and " " not in endpoint
+    except ValueError:
+        return False
 
 
 def traceparent() -> str:
