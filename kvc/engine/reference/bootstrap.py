@@ -235,7 +235,7 @@ class BootstrapServer:
 
     def _kv(self, request: Request, first_page: int) -> Kv:
         assert request.lease is not None
-        lease, times, tail = request.lease, request.times, request.tail()
+        lease, times, tail = request.lease, request.times, request.tail
         values = pack_values(self._scheduler.pool.tree.path_values(lease.node, first_page, lease.locked_pages))
         return Kv(
             first_page=first_page,

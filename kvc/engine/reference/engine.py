@@ -22,7 +22,7 @@ from kvc.engine.reference.radix import RadixTree
 from kvc.engine.reference.residency import Residency
 from kvc.engine.reference.scheduler import Limits, Scheduler
 from kvc.engine.reference.sessions import Sessions
-from kvc.errors import InvalidField, KvcError, Unavailable
+from kvc.errors import Internal, InvalidField, KvcError, Unavailable
 from kvc.runtime.clock import SystemClock
 from kvc.runtime.logs import event
 
@@ -165,7 +165,18 @@ class Engine:
                 observer.delta(delta)
 
     async def run(self) -> None:
-        """Drives the scheduler until cancelled."""
+        """Drives the scheduler until cancelled. A fault ends every request with an error, and then the loop."""
+        try:
+            await self._drive()
+        except Exception as error:
+            event(logger, "engine_fault", level=logging.ERROR, error=error)
+            self.stopping = True
+            for request in list(self.inflight.values()):
+                request.error = Internal("the engine failed")
+                request.output_ready.set()
+            raise
+
+    async def _drive(self) -> None:
         scheduler, clock = self.scheduler, self.clock
         interval_s = self.config.stream_interval_ms / 1000
         while True:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvc.engine.link_io import LinkError, LinkServer
 from kvc.engine.reference.config import EngineConfig, effective_params
@@ -40,11 +40,13 @@ class RunningEngine:
         engine: its inside.
         url: its HTTP address.
         ops_url: address of /metrics, /health and /ready.
+        loop: the task that drives it; ends only by a fault.
     """
 
     engine: Engine
     url: str
     ops_url: str
+    loop: asyncio.Task[None]
 
     @property
     def bootstrap_port(self) -> int:
@@ -62,7 +64,6 @@ async def running_engine(config: EngineConfig, params: Params | None = None) -> 
 
     Raises:
         ConfigError: an address cannot be bound.
-        ExceptionGroup: the engine's loop failed.
     """
     engine = Engine(config, params)
     telemetry = Telemetry.start(
@@ -84,21 +85,25 @@ async def running_engine(config: EngineConfig, params: Params | None = None) -> 
         engine.observers.append(Observer(EngineMetrics(registry, engine).ended, link_server.publish))
         ops = await OpsServer.start(config.ops_host, config.ops_port, registry, lambda: "stopping" if engine.stopping else None)
         stack.push_async_callback(ops.stop)
-        async with asyncio.TaskGroup() as group:
-            loop = group.create_task(engine.run(), name="engine-loop")
-            ops_url = f"http://{config.ops_host}:{ops.port}"
-            event(logger, "engine_ready", worker_id=config.worker_id, role=config.role, url=url, ops_url=ops_url, link=config.link_path)
-            try:
-                yield RunningEngine(engine, url, ops_url)
-            finally:
-                await engine.stop()
-                loop.cancel()
+        loop = asyncio.create_task(engine.run(), name="engine-loop")
+        stack.push_async_callback(_end, loop)
+        ops_url = f"http://{config.ops_host}:{ops.port}"
+        event(logger, "engine_ready", worker_id=config.worker_id, role=config.role, url=url, ops_url=ops_url, link=config.link_path)
+        yield RunningEngine(engine, url, ops_url, loop)
 
 
 async def main(config: EngineConfig, stop: asyncio.Event, params: Params | None = None) -> None:
-    """Serves until `stop` is set."""
-    async with running_engine(config, params):
-        await stop.wait()
+    """Serves until `stop` is set, or until the engine's loop fails.
+
+    Raises:
+        Exception: what the loop failed of.
+    """
+    async with running_engine(config, params) as running:
+        stopped = asyncio.create_task(stop.wait(), name="stop")
+        await asyncio.wait([stopped, running.loop], return_when=asyncio.FIRST_COMPLETED)
+        await _end(stopped)
+        if running.loop.done():
+            await running.loop
 
 
 def run(argv: Sequence[str]) -> int:
@@ -108,6 +113,11 @@ def run(argv: Sequence[str]) -> int:
     params = effective_params(config, loaded.given("params"))
     configure(config.log_level, f"engine {config.worker_id}")
     return run_service(lambda stop: main(config, stop, params))
+
+
+async def _end(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def _bound(setting: str, listening: Awaitable[T]) -> T:

@@ -102,6 +102,7 @@ class Request:
         flushed_s: wall time of the last output the client was told of.
         visible: output tokens the client may see.
         kv_tokens: prompt tokens whose KV exists.
+        tail: KV value of the prompt's tokens after its last full page, once its KV is complete.
     """
 
     rid: str
@@ -124,6 +125,7 @@ class Request:
     flushed_s: float = -1.0
     visible: int = 0
     kv_tokens: int = 0
+    tail: int = 0
     _page_state: int = 0
     _tip: int = 0
     _values: array[int] = field(default_factory=lambda: array("Q"))
@@ -177,10 +179,6 @@ class Request:
         self._page_state = kvvalue.state_of(self._page_state, values)
         self._prompt_done(self.input_tokens // page_tokens * page_tokens, page_tokens, (self._page_state + tail) % kvvalue.PRIME)
 
-    def tail(self) -> int:
-        """KV value of the prompt tokens after its last full page, once the prompt is done. Does not mutate."""
-        return (self._tip - self._page_state) % kvvalue.PRIME
-
     def generate(self, count: int, page_tokens: int) -> None:
         """Generates tokens. Mutates."""
         assert self.lease is not None
@@ -206,6 +204,7 @@ class Request:
     def _prompt_done(self, full: int, page_tokens: int, tip: int) -> None:
         assert self.lease is not None
         self._tip = tip
+        self.tail = (tip - self._page_state) % kvvalue.PRIME
         self.lease.publish(self.prompt, full // page_tokens, self._values)
         self._values = array("Q")
 
