@@ -2,7 +2,7 @@
 
 18 Claude Code sessions of 12-20 turns, six at a time, 334 requests with the default seed. Six live sessions of some 30,000 tokens
 fit three pools of K_d tokens; those that ended do not fit beside them, so that their blocks are evicted. The seed is one whose
-sessions stay well inside the pools; others give Direct shares from about 0.82 to 0.97.
+sessions stay well inside the pools; others give Direct shares from about 0.85 to 0.97.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ class TurnResult:
         worker: decode worker.
         executor: "local" or "prefill": who prefilled.
         output: packed reply tokens.
+        prompt_tokens: prompt length as the engine counted it; 0 when it does not say.
         cached_tokens: prompt tokens whose KV was reused, as the engine reports them.
         ttft_s: modelled engine seconds to the first token.
         latency_s: modelled engine seconds to the last token.
@@ -32,6 +33,7 @@ class TurnResult:
     worker: str = ""
     executor: str = ""
     output: bytes = b""
+    prompt_tokens: int = 0
     cached_tokens: int = 0
     ttft_s: float = 0.0
     latency_s: float = 0.0

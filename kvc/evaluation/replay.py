@@ -168,8 +168,11 @@ class _Driver:
             return TurnResult(ok=False, error=f"{error.reason}: {error}")
 
     def _is_wrong(self, request: TraceRequest, prompt: bytes, result: TurnResult) -> bool:
+        """A reply that differs from what the prompt calls for, or an engine that saw a prompt of another length."""
         if not result.ok or self._verifier is None:
             return False
+        if result.prompt_tokens not in (0, request.input_tokens):
+            return True
         return self._verifier.expected(request.session_id, prompt, request.output_tokens) != result.output
 
     def _record(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -79,6 +80,16 @@ async def test_a_reply_of_the_wrong_length_is_wrong(change: str) -> None:
     assert run.summary().wrong == 1
 
 
+async def test_a_prompt_cut_by_the_engine_is_wrong() -> None:
+    mesh = FakeMesh()
+    await replay(chat("a", 1), mesh, FAST)
+    cut = TurnResult(ok=True, mode="seed", output=mesh.right(mesh.asked[0].prompt, 10), prompt_tokens=99)
+    for tokens, wrong in ((99, 1), (100, 0), (0, 0)):
+        answers: dict[str, TurnResult | BaseException] = {"a.0": replace(cut, prompt_tokens=tokens)}
+        run = await replay(chat("a", 1), FakeMesh(answers=answers), FAST, verifier=KvValueVerifier("m"))
+        assert run.summary().wrong == wrong
+
+
 async def test_failed_turns_are_counted_and_the_session_goes_on() -> None:
     failed: dict[str, TurnResult | BaseException] = {
         "a.1": Exhausted("no room", retry_after_s=2.0),
@@ -112,8 +123,10 @@ async def test_sessions_are_live_n_at_a_time() -> None:
 async def test_sessions_start_at_their_timestamps_without_a_cap() -> None:
     trace = merged(chat("a", 1, at_s=50.0), chat("b", 1, at_s=90.0))
     mesh = FakeMesh()
+    began = asyncio.get_running_loop().time()
     await replay(trace, mesh, ReplayOptions(time_scale=1000.0))
-    assert mesh.asked[1].at_s - mesh.asked[0].at_s >= 0.04 - 1e-3
+    assert [one.session_id for one in mesh.asked] == ["a", "b"]
+    assert mesh.asked[1].at_s - began >= 0.04 - 1e-3
 
 
 async def test_pauses_follow_the_reply_at_the_time_scale() -> None:
