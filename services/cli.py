@@ -15,6 +15,7 @@ class Command(NamedTuple):
 
     module: str
     help: str
+    function: str = "main"
 
 
 COMMANDS: dict[str, Command] = {
@@ -26,7 +27,7 @@ COMMANDS: dict[str, Command] = {
     "status": Command("services.local_mesh.status", "what a router knows of a session; without one, of its workers"),
     "router": Command("services.router.main", "run a router"),
     "agent": Command("services.admission_agent.main", "run an admission agent beside an engine"),
-    "engine": Command("kvc.engine.reference.main", "run a reference engine: an SGLang worker without a model"),
+    "engine": Command("kvc.engine.reference.main", "run a reference engine: an SGLang worker without a model", "run"),
 }
 EXIT_USAGE = 2
 
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command is None:
         sys.stderr.write(f"kvc: no such command: {arguments[0][:64]!r} (see kvc --help)\n")
         return EXIT_USAGE
-    run: Callable[[Sequence[str]], int] = import_module(command.module).main
+    run: Callable[[Sequence[str]], int] = getattr(import_module(command.module), command.function)
     return run(arguments[1:])
 
 

@@ -209,8 +209,8 @@ class Residency:
         self._sequence += 1
         self._expecting_delta = True
         self._installed.set()
-        if False:
-            pass
+        if again:
+            self._restart_all("snapshot")
         for follower in self._followers:
             follower.wake()
 

@@ -51,7 +51,6 @@ async def _both(demo: Demo, console: Console) -> tuple[Played, Played]:
         kv_tokens=demo.capacity_tokens,
         prefill_kv_tokens=demo.capacity_tokens,
         time_scale=demo.options.time_scale,
-        log_level="warning",
     )
     ours = await play(demo.trace, demo.options, config, console, "kvc")
     baseline = await play(demo.trace, demo.options, replace(config, policy="round_robin"), console, "round robin")

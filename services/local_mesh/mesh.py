@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
+from urllib.parse import urlsplit
 
 from kvc.errors import Unavailable
 from kvc.v1 import router_pb2
@@ -44,7 +45,6 @@ class MeshConfig:
         engine_args: more arguments of `kvc engine`.
         router_port: gRPC port of the router; 0 = any.
         telemetry_endpoint: OTLP collector of all processes; empty = none.
-        log_level: of all processes.
         directory: where sockets and logs go; None: a temporary one.
     """
 
@@ -60,7 +60,6 @@ class MeshConfig:
     engine_args: tuple[str, ...] = ()
     router_port: int = 0
     telemetry_endpoint: str = ""
-    log_level: str = "info"
     directory: Path | None = None
 
 
@@ -153,14 +152,14 @@ class LocalMesh:
         worker = LocalWorker(
             name,
             role,
-            Child(f"engine {name}", self._engine_argv(name, role, engine_port), self._directory / f"{name}.engine.log"),
+            Child(f"engine {name}", self._engine_argv(name, role, engine_port), self._directory / f"{name}.engine.log", "engine_ready"),
             Child(f"agent {name}", self._agent_argv(name, agent_port), self._directory / f"{name}.agent.log"),
         )
         self.workers[name] = worker
         await worker.engine.start()
         await worker.agent.start()
         engine, agent = await asyncio.gather(worker.engine.listening(START_TIMEOUT_S), worker.agent.listening(START_TIMEOUT_S))
-        worker.engine_port, worker.agent_port = int(engine["port"]), int(agent["port"])
+        worker.engine_port, worker.agent_port = urlsplit(engine["url"]).port or 0, int(agent["port"])
         return worker
 
     async def kill_worker(self, name: str) -> None:
@@ -194,12 +193,13 @@ class LocalMesh:
             "engine",
             *("--role", role),
             *("--worker-id", name),
-            *("--link-socket", str(self._directory / f"{name}.sock")),
+            *("--link-path", str(self._directory / f"{name}.sock")),
             *("--port", str(port)),
             *("--kv-tokens", str(kv_tokens)),
             *("--page-tokens", str(config.page_tokens)),
             *("--preset", config.preset),
             *("--time-scale", str(config.time_scale)),
+            *("--params-profile", config.profile),
             *self._common(),
             *config.engine_args,
         ]
@@ -209,7 +209,7 @@ class LocalMesh:
 
     def _common(self) -> list[str]:
         endpoint = ["--telemetry-endpoint", self.config.telemetry_endpoint] if self.config.telemetry_endpoint else []
-        return ["--log-level", self.config.log_level, *endpoint]
+        return ["--log-level", "info", *endpoint]
 
     async def _stop(self) -> None:
         if self.router is not None:

@@ -24,19 +24,21 @@ _STREAM_LIMIT_BYTES = 1 << 20
 
 
 class Child:
-    """One `kvc` subcommand as a process. Its log goes to a file; its `listening` event tells its ports."""
+    """One `kvc` subcommand as a process. Its log goes to a file; one event of it says that it is up and where."""
 
-    def __init__(self, name: str, argv: Sequence[str], log_file: Path) -> None:
+    def __init__(self, name: str, argv: Sequence[str], log_file: Path, up_event: str = "listening") -> None:
         """Starts nothing yet.
 
         Args:
             name: for messages.
             argv: arguments of `kvc`.
             log_file: its log lines are appended here.
+            up_event: name of the event that says that it is up.
         """
         self.name = name
         self._argv = list(argv)
         self._log_file = log_file
+        self._mark = f'"event": "{up_event}"'.encode()
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._listening: asyncio.Future[dict[str, Any]] | None = None
@@ -77,7 +79,7 @@ class Child:
         self._reader = asyncio.create_task(self._read(self._process))
 
     async def listening(self, timeout_s: float) -> dict[str, Any]:
-        """The fields of the child's `listening` event: `port`, `ops_port`.
+        """The fields of the event that says that the child is up.
 
         Raises:
             Unavailable: it ended before, or did not say so in time; the message has its last log lines.
@@ -95,7 +97,7 @@ class Child:
             while line := await _line(process.stderr):
                 _keep(log, line)
                 self._last.append(line.decode(errors="replace").rstrip())
-                if b'"listening"' in line and self._listening is not None and not self._listening.done():
+                if self._mark in line and self._listening is not None and not self._listening.done():
                     with suppress(ValueError):
                         self._listening.set_result(json.loads(line))
         await process.wait()

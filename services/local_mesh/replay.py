@@ -67,7 +67,6 @@ def main(argv: Sequence[str]) -> int:
             time_scale=arguments.time_scale,
             policy=arguments.policy,
             profile=arguments.profile,
-            log_level="warning",
         )
         played = asyncio.run(play(trace, options, config, console, arguments.policy, arguments.out))
     except (TraceError, OSError, ValueError) as error:

@@ -89,7 +89,7 @@ class LinkDesk:
             prefill_tokens_per_s=config.costs.chunked_prefill_tokens_per_s(config.chunk),
             transfer_tokens_per_s=config.costs.transfer_tokens_per_s,
             hash_seed=engine.hash_seed,
-            capabilities=["direct", "abort", "release", "residency"] if config.worker_role.keeps_sessions else ["abort", "residency"],
+            capabilities=["admit", "release", "residency", "local-append"] if config.worker_role.keeps_sessions else ["residency"],
             block_tokens=config.block_tokens,
         )
 
