@@ -1,11 +1,14 @@
 """Errors that only an engine has, as part of the tree in kvc.errors. `reason` is what programs compare.
 
+Over HTTP the reason is written as `ticket-expired`.
+
 TICKET_EXPIRED     409  the rid is a ticket that is unknown, expired or released
 TICKET_USED        409  the rid is a ticket that another request arrived with
 TICKET_EXCEEDED    409  the request needs more than its ticket reserved, and there is no more
+TICKET_MISMATCH    409  the rid is another session's ticket
 RID_IN_USE         409  another request with this rid is in flight
 ROOM_IN_USE        409  another request with this bootstrap room is in flight
-UNKNOWN_ROOM       404  the prefill engine never got a request for the room
+UNKNOWN_ROOM       504  the prefill engine never got a request for the room
 BOOTSTRAP_TIMEOUT  504  no decode engine asked for the room
 PROMPT_MISMATCH    409  the two halves of a room hold different prompts, or engines of different models or pages
 PREFILL_FAILED     502  the prefill engine failed or went away
@@ -13,12 +16,13 @@ DECODE_GONE        502  the decode engine went away
 QUEUE_FULL         503  too many requests wait; Retry-After says when to come back
 ENGINE_BUSY        409  flush_cache while requests or tickets are open
 CONTEXT_TOO_LONG   400  the request can never fit
-ABORTED            409  aborted before its first token
+KV_CHECKSUM        502  the KV arrived damaged, or is not what was asked for
+STOPPING           503  the engine is shutting down
 """
 
 from __future__ import annotations
 
-from kvc.errors import AlreadyExists, DeadlineExceeded, Exhausted, InvalidField, NotFound, Precondition, Unavailable
+from kvc.errors import AlreadyExists, DeadlineExceeded, Exhausted, InvalidField, Precondition, Unavailable
 
 
 class TicketError(Precondition):
@@ -39,7 +43,7 @@ class RoomInUse(AlreadyExists):
     reason = "ROOM_IN_USE"
 
 
-class UnknownRoom(NotFound):
+class UnknownRoom(DeadlineExceeded):
     """The prefill engine has no request for the room."""
 
     reason = "UNKNOWN_ROOM"

@@ -14,9 +14,9 @@ from aiohttp import web
 
 from kvc.engine.reference import schema
 from kvc.engine.reference.openai_api import ChatShape, CompletionShape, Shape
-from kvc.engine.reference.replies import meta_info, pieces
+from kvc.engine.reference.replies import error_body, meta_info, pieces
 from kvc.engine.tokens import VOCAB_SIZE, decode_tokens
-from kvc.errors import Internal, InvalidField, KvcError, NotFound, TooLarge, http_body
+from kvc.errors import Internal, InvalidField, KvcError, NotFound, TooLarge
 from kvc.runtime.logs import event
 from kvc.runtime.telemetry import context_from
 
@@ -133,7 +133,7 @@ class HttpApi:
         except KvcError as error:
             if not response.prepared:
                 raise
-            await response.write(b"data: " + http_body(error)[1] + b"\n\n" + DONE)
+            await response.write(_event(error_body(error)) + DONE)
         await response.write_eof()
         return response
 
@@ -284,9 +284,10 @@ def _event(body: Any) -> bytes:
 
 
 def _failure(error: KvcError) -> web.Response:
-    status, body = http_body(error)
-    headers = {"Retry-After": str(max(1, round(error.retry_after_s)))} if error.retry_after_s else None
-    return web.Response(body=body, status=status, content_type=JSON, headers=headers)
+    response = _json(error_body(error), error.http_status)
+    if error.retry_after_s:
+        response.headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+    return response
 
 
 @web.middleware
@@ -299,7 +300,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except web.HTTPRequestEntityTooLarge:
         return _failure(TooLarge("the request body is too large", field="body"))
     except web.HTTPException as error:
-        body = {"error": {"message": error.reason, "type": "HTTP_ERROR", "param": None, "code": error.status}}
+        body = {"error": {"message": error.reason, "type": "http-error", "param": None, "code": error.status}}
         return _json(body, error.status)
     except (ConnectionResetError, asyncio.CancelledError):
         raise

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from kvc.engine.reference.request import Request
+    from kvc.errors import KvcError
 
 
 class Piece(NamedTuple):
@@ -63,6 +64,12 @@ def finish_reason(request: Request) -> dict[str, Any]:
     if request.aborted:
         return {"type": "abort", "message": request.aborted}
     return {"type": "length", "length": len(request.output)}
+
+
+def error_body(error: KvcError) -> dict[str, Any]:
+    """OpenAI's error object; `type` is the reason in lower case with hyphens, as in `ticket-expired`."""
+    kind = error.reason.lower().replace("_", "-")
+    return {"error": {"message": str(error), "type": kind, "param": error.field or None, "code": error.http_status}}
 
 
 def usage(request: Request, completion_tokens: int) -> dict[str, Any]:
