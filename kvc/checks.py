@@ -22,6 +22,10 @@ MAX_U32 = 2**32 - 1
 MAX_U64 = 2**64 - 1
 MAX_HASHES_BYTES = 8 * 1024 * 1024 + 64
 MAX_DEADLINE_MS = 60_000
+MAX_TRACEPARENT_BYTES = 64
+MAX_CAPABILITIES = 64
+MAX_NAME_BYTES = 512
+MAX_URL_BYTES = 2048
 
 
 def session_id(value: str, field: str = "session_id") -> str:

@@ -38,10 +38,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-MAX_TRACEPARENT_BYTES = 64
-MAX_CAPABILITIES = 64
-MAX_NAME_BYTES = 512
-MAX_URL_BYTES = 2048
 
 ROLE_TO_PB: Final[Mapping[Role, types_pb2.Role.ValueType]] = {
     Role.PREFILL: types_pb2.ROLE_PREFILL,
@@ -210,7 +206,7 @@ def admit_request_to_core(pb: admission_pb2.AdmitRequest, block_tokens: int) -> 
     turn = turn_from_pb(pb.turn, block_tokens)
     offer = offer_from_pb(pb.offer, turn.input_tokens) if pb.HasField("offer") else None
     checks.count(pb.deadline_ms, "deadline_ms", 0, checks.MAX_DEADLINE_MS)
-    checks.text(pb.traceparent, "traceparent", 0, MAX_TRACEPARENT_BYTES)
+    checks.text(pb.traceparent, "traceparent", 0, checks.MAX_TRACEPARENT_BYTES)
     return attempt, worker, turn, offer
 
 
@@ -334,16 +330,16 @@ def worker_info_from_pb(pb: types_pb2.WorkerInfo, field: str = "info") -> Worker
     """
     ref = ref_from_pb(pb.worker, f"{field}.worker")
     checks.count(ref.epoch, f"{field}.worker.epoch", 1, checks.MAX_U64)
-    checks.count(len(pb.capabilities), f"{field}.capabilities", 0, MAX_CAPABILITIES)
+    checks.count(len(pb.capabilities), f"{field}.capabilities", 0, checks.MAX_CAPABILITIES)
     return WorkerInfo(
         ref=ref,
         role=_known(ROLE_FROM_PB, pb.role, f"{field}.role"),
-        model=checks.text(pb.model, f"{field}.model", 1, MAX_NAME_BYTES),
+        model=checks.text(pb.model, f"{field}.model", 1, checks.MAX_NAME_BYTES),
         capacity_tokens=checks.count(pb.capacity_tokens, f"{field}.capacity_tokens", 1, checks.MAX_U64),
         page_tokens=checks.count(pb.page_tokens, f"{field}.page_tokens", 1, checks.MAX_TOKENS),
         block_tokens=checks.count(pb.block_tokens, f"{field}.block_tokens", 1, checks.MAX_TOKENS),
-        engine_url=checks.url(pb.engine_url, f"{field}.engine_url", MAX_URL_BYTES),
-        bootstrap_host=checks.text(pb.bootstrap_host, f"{field}.bootstrap_host", 0, MAX_NAME_BYTES),
+        engine_url=checks.url(pb.engine_url, f"{field}.engine_url", checks.MAX_URL_BYTES),
+        bootstrap_host=checks.text(pb.bootstrap_host, f"{field}.bootstrap_host", 0, checks.MAX_NAME_BYTES),
         bootstrap_port=checks.count(pb.bootstrap_port, f"{field}.bootstrap_port", 0, 65535),
         prefill_tokens_per_s=checks.rate(pb.prefill_tokens_per_s, f"{field}.prefill_tokens_per_s"),
         transfer_tokens_per_s=checks.rate(pb.transfer_tokens_per_s, f"{field}.transfer_tokens_per_s"),

@@ -22,11 +22,6 @@ if TYPE_CHECKING:
 
     E = TypeVar("E", bound=enum.Enum)
 
-MAX_TRACEPARENT_BYTES = 64
-MAX_CAPABILITIES = 64
-MAX_NAME_BYTES = 512
-MAX_URL_BYTES = 2048
-
 
 def admit_to_link(attempt: Attempt, turn: Turn, offer: PrefillOffer | None, traceparent: str = "") -> link.Admit:
     """Admit, for the engine."""
@@ -69,7 +64,7 @@ def admit_from_link(message: link.Admit, block_tokens: int) -> tuple[Attempt, Tu
         known_session=message.known_session,
         new_tokens=checks.count(message.new_tokens, "new_tokens", 0, input_tokens),
     )
-    checks.text(message.traceparent, "traceparent", 0, MAX_TRACEPARENT_BYTES)
+    checks.text(message.traceparent, "traceparent", 0, checks.MAX_TRACEPARENT_BYTES)
     return attempt, turn, None if message.offer is None else _offer_from_link(message.offer, input_tokens)
 
 
@@ -195,16 +190,16 @@ def info_from_welcome(message: link.Welcome, block_tokens: int) -> WorkerInfo:
     """
     if message.block_tokens not in {0, block_tokens}:
         raise InvalidField(f"the engine says {message.block_tokens}, the mesh {block_tokens}", field="block_tokens")
-    checks.count(len(message.capabilities), "capabilities", 0, MAX_CAPABILITIES)
+    checks.count(len(message.capabilities), "capabilities", 0, checks.MAX_CAPABILITIES)
     return WorkerInfo(
         ref=WorkerRef(checks.identifier(message.worker_id, "worker_id"), checks.count(message.epoch, "epoch", 1, checks.MAX_U64)),
         role=_member(Role, message.role, "role"),
-        model=checks.text(message.model, "model", 1, MAX_NAME_BYTES),
+        model=checks.text(message.model, "model", 1, checks.MAX_NAME_BYTES),
         capacity_tokens=checks.count(message.capacity_tokens, "capacity_tokens", 1, checks.MAX_U64),
         page_tokens=checks.count(message.page_tokens, "page_tokens", 1, checks.MAX_TOKENS),
         block_tokens=block_tokens,
-        engine_url=checks.url(message.engine_url, "engine_url", MAX_URL_BYTES),
-        bootstrap_host=checks.text(message.bootstrap_host, "bootstrap_host", 0, MAX_NAME_BYTES),
+        engine_url=checks.url(message.engine_url, "engine_url", checks.MAX_URL_BYTES),
+        bootstrap_host=checks.text(message.bootstrap_host, "bootstrap_host", 0, checks.MAX_NAME_BYTES),
         bootstrap_port=checks.count(message.bootstrap_port, "bootstrap_port", 0, 65535),
         prefill_tokens_per_s=checks.rate(message.prefill_tokens_per_s, "prefill_tokens_per_s"),
         transfer_tokens_per_s=checks.rate(message.transfer_tokens_per_s, "transfer_tokens_per_s"),
