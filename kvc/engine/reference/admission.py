@@ -182,8 +182,8 @@ class AdmissionDesk:
 
     def _can_take(self, need_pages: int) -> bool:
         """What the decision does not know: slots, and that the paper's capacity rule promises no room for output."""
-        scheduler = self._scheduler
-        return scheduler.active + len(self.tickets) < scheduler.limits.max_running and need_pages <= scheduler.pool.room_pages
+        pool = self._scheduler.pool
+        return pool.leases < self._scheduler.limits.max_running and need_pages <= pool.room_pages
 
     def _facts_about(self, turn: Turn, node: Node, pages: int) -> Facts:
         tree, sessions = self._scheduler.pool.tree, self._scheduler.sessions

@@ -35,6 +35,7 @@ class Lease:
         self._pool = pool
         self._reserved = reserved
         self._open = True
+        pool.leases += 1
         self.node = pool.tree.lock(node, locked_pages)
         self.locked_pages = locked_pages
         self.owned_pages = 0
@@ -77,6 +78,7 @@ class Lease:
         if not self._open:
             return
         self._open = False
+        self._pool.leases -= 1
         self._pool.owned_pages -= self.owned_pages
         self.owned_pages = 0
         self._promise(-self._promised_pages)

@@ -28,6 +28,7 @@ class KvPool:
         owned_pages: written or being written by requests, not in the tree.
         growth_pages: promised to requests with memory, not written yet.
         reserved_pages: promised to open tickets, not locked.
+        leases: requests and tickets with memory.
         evicted_pages: evicted since the start.
         peak_used_pages: largest `used_pages` since the start.
     """
@@ -38,6 +39,7 @@ class KvPool:
     owned_pages: int = 0
     growth_pages: int = 0
     reserved_pages: int = 0
+    leases: int = 0
     evicted_pages: int = 0
     peak_used_pages: int = 0
 

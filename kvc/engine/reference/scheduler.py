@@ -40,7 +40,7 @@ class Limits:
 
     Attributes:
         chunk_tokens: prefill tokens a step.
-        max_running: requests with memory.
+        max_running: requests and tickets with memory.
         queue_limit: requests waiting for memory.
         sends_kv: finished prompts are sent away instead of decoded (prefill engines).
     """
@@ -138,7 +138,7 @@ class Scheduler:
                 continue
             node, pages = self.match(request)
             self._head_need_pages = self._need(request, node, pages)
-            if self._head_need_pages > self.pool.room_pages or self.active >= self.limits.max_running:
+            if self._head_need_pages > self.pool.room_pages or self.pool.leases >= self.limits.max_running:
                 return
             self.waiting.remove(request)
             self._grant(request, node, pages)
