@@ -98,7 +98,8 @@ def event(logger: logging.Logger, name: str, *, level: int = logging.INFO, error
     """
     if logger.isEnabledFor(level):
         exc_info = None if error is None else (type(error), error, error.__traceback__)
-        logger.log(level, name, exc_info=exc_info, extra={"kvc_fields": fields}, stacklevel=2)
+        # Made by hand: `logger.log` would walk the stack for a file and line that no event carries.
+        logger.handle(logger.makeRecord(logger.name, level, "", 0, name, (), exc_info, extra={"kvc_fields": fields}))
 
 
 def _clean(value: Any, depth: int = 0) -> Any:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from kvc.core.params import Params
 from kvc.runtime.config import REQUIRED, ConfigError, Loaded, load, parse, section, setting
+from kvc.runtime.server import ServerConfig
+from kvc.runtime.telemetry import TelemetryConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,3 +294,10 @@ def test_any_text_is_a_value_or_one_clear_line(name: str, text: str) -> None:
         outcome = str(error)
     assert outcome.startswith((f"environment KVC_{name.upper()}", f"{key}: "))
     assert outcome.isprintable()
+
+
+def test_the_documentation_names_every_setting_that_all_services_share() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    for cls in (ServerConfig, TelemetryConfig):
+        for field in fields(cls):
+            assert f"`{field.name}`" in text
