@@ -130,11 +130,9 @@ def _beside_overlap(worker: WorkerState, session: SessionState | None, sigma: Si
 
 def score_of(worker: WorkerState, session: SessionState | None, overlap: int, sigma: Sigma) -> Score:
     """The tuple of line 10, with the ties of R26 in place of inflight and assigned when placement is by open tokens."""
-    params = sigma.params
     sticky = 1 if session is not None and session.pin == worker.ref else 0
-    bonus = params.load_floor_bonus if worker.inflight == 0 else 0.0
-    primary = overlap + params.alpha * sticky + bonus
-    if params.placement == "paper":
+    primary = overlap + _beside_overlap(worker, session, sigma)
+    if sigma.params.placement == "paper":
         return (primary, sticky, -worker.inflight, -worker.assigned)
     return (primary, sticky, -placement_load(worker, sigma), -worker.assigned)
 
