@@ -2,6 +2,8 @@
 
 Every value that arrives is checked here and nowhere else: a violation is an `InvalidField` that names the field by its path in the
 message (`turn.session_id`). Values that leave come from the core and are trusted.
+
+Long, because it is the one place that knows both vocabularies; every function stands alone.
 """
 
 from __future__ import annotations
