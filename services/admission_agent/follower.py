@@ -73,6 +73,7 @@ class Follower:
     def restart(self) -> None:
         """What comes next is a snapshot; waiting deltas are dropped. Mutates."""
         self._restarting = True
+        self._deltas.clear()
         self._held_bytes = 0
         self._news.set()
 
