@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
-import os
 import signal
 import sys
 from collections import deque
@@ -18,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
 _KEPT_LINES = 50
 _STREAM_LIMIT_BYTES = 1 << 20
 
@@ -67,13 +64,12 @@ class Child:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "services.cli",
+            "services.local_mesh.child",
             *self._argv,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
             limit=_STREAM_LIMIT_BYTES,
-            preexec_fn=_die_with_parent,
             start_new_session=True,  # a Ctrl-C of the terminal reaches the parent only, which stops children in order
         )
         self._reader = asyncio.create_task(self._read(self._process))
@@ -158,11 +154,3 @@ async def _line(stream: asyncio.StreamReader) -> bytes:
 def _keep(log: IO[bytes], line: bytes) -> None:
     log.write(line)
     log.flush()
-
-
-def _die_with_parent() -> None:
-    """In the child: SIGKILL when the parent dies, so that nothing outlives a killed command. Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == 1:
-            os._exit(1)
