@@ -57,9 +57,10 @@ def questions(draw: st.DrawFn) -> tuple[Facts, Turn]:
     return facts, asked
 
 
-def before_any_rule(facts: Facts, asked: Turn, rho: float) -> Reason | None:
-    """ADMIT-1 to ADMIT-3, which no profile changes."""
-    if asked.input_tokens + asked.output_reserve_tokens > rho * facts.capacity_tokens or asked.input_tokens > facts.max_input_tokens:
+def before_any_rule(facts: Facts, asked: Turn, params: Params) -> Reason | None:
+    """ADMIT-1 and ADMIT-2; the text's capacity rule knows no output reserve."""
+    reserve = asked.output_reserve_tokens if params.capacity == "headroom" else 0
+    if asked.input_tokens + reserve > params.rho * facts.capacity_tokens or asked.input_tokens > facts.max_input_tokens:
         return Reason.EXCEEDS_CAPACITY
     if facts.draining:
         return Reason.DRAINING
@@ -107,7 +108,7 @@ def test_admit_paper_profile_is_the_text(question: tuple[Facts, Turn], offer: Pr
     """ADMIT-9: under `paper`, Admit answers what Algorithm 2 answers, with the paper's reason."""
     facts, asked = question
     params = params_for("paper", tau_append_tokens=300)
-    expected = before_any_rule(facts, asked, params.rho) or papers_text(facts, asked, 300, params.rho)
+    expected = before_any_rule(facts, asked, params) or papers_text(facts, asked, 300, params.rho)
     assert said(admit(facts, asked, params, offer)) == expected
 
 
@@ -117,7 +118,7 @@ def test_admit_default_profile_is_the_rulings(question: tuple[Facts, Turn], offe
     """ADMIT-1 to ADMIT-8: under `default`, Admit answers what the rulings say."""
     facts, asked = question
     params = params_for("default", tau_append_tokens=300, seed_budget=3)
-    expected = before_any_rule(facts, asked, params.rho) or rulings(facts, asked, params, offer)
+    expected = before_any_rule(facts, asked, params) or rulings(facts, asked, params, offer)
     outcome = admit(facts, asked, params, offer)
     assert said(outcome) == expected
     if isinstance(outcome, Rejection):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from array import array
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvc.core.blocks import (
-    ChainCache,
+    PrefixDigests,
     chain_seed,
     common_blocks,
     extend_chain,
@@ -53,23 +53,29 @@ def test_extending_equals_hashing_anew(tokens: list[int], width: int, cut: int) 
     assert chain == hash_chain(packed, width, SEED)
 
 
-@given(turns=st.lists(st.tuples(st.sampled_from(["session-1", "session-12", "s"]), PROMPTS, st.booleans()), max_size=12), width=WIDTHS)
-def test_the_cache_never_changes_a_chain(turns: list[tuple[str, list[int], bool]], width: int) -> None:
-    """BLOCK-4: whatever was cached, appended to or rewritten, the cache answers what hashing anew answers, inside its byte cap."""
-    cache = ChainCache(block_tokens=width, seed=SEED, max_bytes=1200)
-    before: dict[str, list[int]] = {}
-    handed_out: list[tuple[array[int], array[int]]] = []
-    for session, tokens, append in turns:
-        prompt = before.get(session, []) + tokens if append else tokens
-        before[session] = prompt
-        chain = cache.chain(session, pack_tokens(prompt))
-        assert chain == hash_chain(pack_tokens(prompt), width, SEED)
-        handed_out.append((chain, chain[:]))
-        assert cache.held_bytes <= 1200 or len(cache) == 1
-    assert all(chain == copy for chain, copy in handed_out), "a chain in use was mutated"
-    for session in before:
-        cache.forget(session)
-    assert (cache.held_bytes, len(cache)) == (0, 0)
+SESSIONS = st.sampled_from(["session-1", "session-12", "s"])
+
+
+@settings(max_examples=400)
+@given(
+    turns=st.lists(st.tuples(SESSIONS, PROMPTS, st.sampled_from(["append", "rewrite"]), st.sampled_from(["kept", "lost"])), max_size=12),
+    width=WIDTHS,
+)
+def test_recognised_appends_never_change_a_chain(turns: list[tuple[str, list[int], str, str]], width: int) -> None:
+    """BLOCK-4: appended, rewritten, forgotten or unknown: the chain is what hashing the whole prompt gives; memory is bounded."""
+    digests = PrefixDigests(width, SEED, max_sessions=2)
+    prompts: dict[str, list[int]] = {}
+    chains: dict[str, array[int]] = {}
+    for session, tokens, how, memory in turns:
+        prompt = prompts.get(session, []) + tokens if how == "append" else tokens
+        prompts[session] = prompt
+        previous = chains[session][:] if session in chains and memory == "kept" else None
+        chains[session] = digests.chain(session, pack_tokens(prompt), previous)
+        assert chains[session] == hash_chain(pack_tokens(prompt), width, SEED)
+        assert len(digests) <= 2
+    for session in prompts:
+        digests.forget(session)
+    assert len(digests) == 0
 
 
 @given(paths=st.lists(PROMPTS, max_size=6), prompt=PROMPTS, width=WIDTHS)
@@ -77,7 +83,11 @@ def test_bisect_equals_set_intersection(paths: list[list[int]], prompt: list[int
     """BLOCK-5: on a residency closed under prefixes the bisected overlap equals the paper's set intersection."""
     resident = {block for path in paths for block in hash_chain(pack_tokens(path), width, SEED)}
     chain = hash_chain(pack_tokens(prompt), width, SEED)
-    assert resident_blocks(chain, resident) == len(resident & set(chain))
+    expected = len(resident & set(chain))
+    assert resident_blocks(chain, resident) == expected
+    for least in range(expected + 1):
+        assert resident_blocks(chain, resident, least) == expected
+    assert resident_blocks(chain, set(), len(chain)) == len(chain), "what is not to be looked at counts"
 
 
 @given(hashes=st.lists(st.integers(0, 2**64 - 1)))

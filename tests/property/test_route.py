@@ -77,6 +77,7 @@ def warm_sessions(draw: st.DrawFn) -> tuple[Sigma, str, array[int], WorkerRef]:
     system = run("system", draw(st.integers(0, 4)))
     prefix = run("own", draw(st.integers(1, 12)), system)
     home = WorkerRef(draw(st.sampled_from(DECODE)), 1)
+    sigma.apply(ev.TurnArrived("s", prefix, len(prefix) * 24))
     for worker_id in DECODE:
         sigma.apply(ev.WorkerJoined(worker(worker_id)))
         known = prefix if worker_id == home.worker_id else prefix[: draw(st.integers(0, len(prefix)))]
@@ -90,7 +91,6 @@ def warm_sessions(draw: st.DrawFn) -> tuple[Sigma, str, array[int], WorkerRef]:
         sigma.apply(ev.TurnArrived(other, prefix[: draw(st.integers(0, len(prefix)))], 10))
         where = WorkerRef(draw(st.sampled_from(DECODE)), 1)
         sigma.apply(ev.Started(Attempt(other, 0), other, where, Mode.SEED, Executor.LOCAL, tokens=draw(st.integers(0, 90_000))))
-    sigma.apply(ev.TurnArrived("s", prefix, len(prefix) * 24))
     sigma.apply(ev.Started(Attempt("s", 0), "s", home, Mode.DIRECT, Executor.LOCAL, tokens=100))
     sigma.apply(ev.TurnEnded(Attempt("s", 0), ev.End.COMPLETED, prompt_tokens=len(prefix) * 24))
     return sigma, "s", prefix, home

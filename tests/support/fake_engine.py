@@ -244,10 +244,3 @@ class FakeEngine:
         self.sequence = 0
         self.open_tickets.clear()
         self.up = True
-
-
-async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    """Waits until `condition` holds; looks each time the loop has nothing better to do."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - any condition, also one without an event
-            await asyncio.sleep(0.001)

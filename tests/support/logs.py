@@ -71,10 +71,11 @@ events = st.integers(0, 9).flatmap(lambda number: rare_events if number == 0 els
 
 @st.composite
 def logs(draw: st.DrawFn, max_size: int = 40) -> list[ev.Event]:
-    """A mesh of all workers with fresh residency, then anything."""
+    """A mesh of all workers with fresh residency and some sessions, then anything."""
     opening: list[ev.Event] = []
     for worker_id in DECODE + PREFILL:
         role = Role.PREFILL if worker_id in PREFILL else Role.DECODE
         opening.append(ev.WorkerJoined(worker(worker_id, role=role, capacity_tokens=1000)))
         opening.append(ev.ResidencyReset(WorkerRef(worker_id, 1), draw(residency)))
+    opening += [ev.TurnArrived(session, draw(chains), 24) for session in SESSIONS[:4]]
     return opening + draw(st.lists(events, max_size=max_size))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Set as AbstractSet
 
     from kvc.core.params import Params
-    from kvc.core.types import Attempt, Turn, WorkerInfo, WorkerRef
+    from kvc.core.types import Attempt, Facts, Turn, WorkerInfo, WorkerRef
 
 
 @dataclass(slots=True)
@@ -29,6 +29,7 @@ class SlowSigma:
     draining: set[str] = field(default_factory=set)
     failures: dict[WorkerRef, int] = field(default_factory=lambda: defaultdict(int))
     resident: dict[WorkerRef, set[int]] = field(default_factory=lambda: defaultdict(set))
+    facts: dict[WorkerRef, Facts] = field(default_factory=dict)
     assigned: dict[WorkerRef, int] = field(default_factory=lambda: defaultdict(int))
     rejects: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     pin: dict[str, WorkerRef] = field(default_factory=dict)
@@ -38,7 +39,7 @@ class SlowSigma:
     open: dict[Attempt, ev.Started] = field(default_factory=dict)
     prefilled: set[Attempt] = field(default_factory=set)
     orphans: set[Attempt] = field(default_factory=set)
-    """Open turns of sessions that were closed meanwhile."""
+    """Open turns of sessions that never arrived or were closed: they are in flight and nothing else."""
 
     def lives_now(self, ref: WorkerRef | None) -> bool:
         return ref is not None and ref.worker_id in self.lives and self.lives[ref.worker_id].ref == ref
@@ -48,8 +49,10 @@ class SlowSigma:
         return decoding + sum(turn.prefill == ref and attempt not in self.prefilled for attempt, turn in self.open.items())
 
     def load(self, ref: WorkerRef) -> float:
-        """R26: tokens of all open sessions on d over K_d, plus a weight for each turn in flight."""
+        """R26: tokens of all open sessions on d, or what d reports if that is more, over K_d, plus a weight for each turn in flight."""
         tokens = sum(tokens for where, tokens in self.placed.values() if where == ref)
+        if (facts := self.facts.get(ref)) is not None:
+            tokens = max(tokens, facts.held_tokens + facts.reserved_tokens + facts.queued_tokens)
         return tokens / self.lives[ref.worker_id].capacity_tokens + self.params.inflight_weight * self.inflight(ref)
 
     def owners(self, block: int) -> int:
@@ -112,10 +115,12 @@ class SlowSigma:
                 self.resident[ref] = set(blocks)
             case ev.ResidencyChanged(ref, stored, removed, cleared) if self.lives_now(ref):
                 self.resident[ref] = (set() if cleared else self.resident[ref] - set(removed)) | set(stored)
-            case ev.LoadReported(ref, _):
+            case ev.LoadReported(ref, facts) if self.lives_now(ref):
+                self.facts[ref] = facts
                 self.failures[ref] = 0
             case ev.TurnArrived(session_id, chain, _):
                 self.chains[session_id] = list(chain)
+                self.orphans -= {attempt for attempt, turn in self.open.items() if turn.session_id == session_id}
             case ev.Assigned(ref):
                 self.assigned[ref] += 1
             case ev.Started():
@@ -124,7 +129,7 @@ class SlowSigma:
                 self.prefilled.add(attempt)
             case ev.Refused(session_id, ref, reason):
                 self.failures[ref] = 0
-                if reason.counts_as_reject and self.lives_now(ref):
+                if reason.counts_as_reject and self.lives_now(ref) and session_id in self.chains:
                     self.rejects[session_id, ref.worker_id] += 1
             case ev.WorkerUnreachable(ref, gone):
                 self.failures[ref] += 1
@@ -145,7 +150,7 @@ class SlowSigma:
         for session_id in [s for s, (where, _) in self.placed.items() if where == ref]:
             del self.placed[session_id]
         self.forget_rejects(lambda _, worker_id: worker_id == ref.worker_id)
-        for known in (self.resident, self.assigned, self.failures):
+        for known in (self.resident, self.assigned, self.failures, self.facts):
             known.pop(ref, None)
         self.unhealthy.discard(ref)
 
@@ -166,6 +171,9 @@ class SlowSigma:
             return
         self.open[event.attempt] = event
         s = event.session_id
+        if s not in self.chains:
+            self.orphans.add(event.attempt)
+            return
         self.place(s, event.ref, event.tokens)
         if event.mode is Mode.FALLBACK or not self.lives_now(event.ref):
             return

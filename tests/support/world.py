@@ -1,22 +1,22 @@
 """A small mesh told in commands: one router's Σ and Dispatch over model engines. Each command returns the lines it prints.
 
-    params [paper] [name=value ...]          a new world under these rulings
-    worker D0 [prefill|decode|monolithic] [capacity=1000]    a worker joins, epoch 1
-    restart D0 / left D0                     a new epoch with an empty pool / gone for good
-    down D0 [slow] / up D0                   Admit has no answer (connection refused, or too slow) / answers again
-    drain D0 on|off                          the operator drains it
-    busy D0 900 / free D0                    other turns hold that much of its pool / end
-    transfers D0 4                           KV transfers pending towards it
-    report                                   every worker reports its load
-    turn s PROMPT [reserve=N] [tail=N] [wait=WORD,...] [end=completed]
-                                             a dispatch; PROMPT is name:blocks,name:blocks; WORD is what happens at each wait:
-                                             room, waited, full, deadline, or free:D0 (D0's other turns end, then room)
-    end s [completed|failed|cancelled]       its running turn ends
-    close s                                  the session is over
-    sessions 52 PROMPT                       that many sessions s0, s1 ... with one completed turn each; prints bindings
-    explain s PROMPT                         the scores Route sees
-    sigma                                    workers and sessions as Σ knows them
-    modes                                    how many turns ran in which mode
+params [paper] [name=value ...]          a new world under these rulings
+worker D0 [prefill|decode|monolithic] [capacity=1000]    a worker joins, epoch 1
+restart D0 / left D0                     a new epoch with an empty pool / gone for good
+down D0 [slow] / up D0                   Admit has no answer (connection refused, or too slow) / answers again
+drain D0 on|off                          the operator drains it
+busy D0 900 / free D0                    other turns hold that much of its pool / end
+transfers D0 4                           KV transfers pending towards it
+report                                   every worker reports its load
+turn s PROMPT [reserve=N] [tail=N] [wait=WORD,...] [end=completed]
+                                         a dispatch; PROMPT is name:blocks,name:blocks; WORD is what happens at each wait:
+                                         room, waited, full, deadline, or free:D0 (D0's other turns end, then room)
+end s [completed|failed|cancelled]       its running turn ends
+close s                                  the session is over
+sessions 52 PROMPT                       that many sessions s0, s1 ... with one completed turn each; prints bindings
+explain s PROMPT                         the scores Route sees
+sigma                                    workers and sessions as Σ knows them
+modes                                    how many turns ran in which mode
 """
 
 from __future__ import annotations
