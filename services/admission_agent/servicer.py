@@ -65,7 +65,7 @@ class AdmissionServicer(admission_pb2_grpc.AdmissionServiceServicer):
     ) -> AsyncIterator[admission_pb2.AdmitStreamResponse]:
         """Many turns; the deadline of each is its own, and none waits for another."""
         event(logger, "admit_stream", level=logging.DEBUG, peer=context.peer())
-        stream = AdmitStream(lambda request: self._admit(request, None, request.traceparent), self._release)
+        stream = AdmitStream(lambda one: self._admit(one, None, one.traceparent), self._release, self._config.admit.max_inflight)
         if self._agent.draining:
             stream.close()
         self._streams.add(stream)

@@ -1,8 +1,8 @@
 """One AdmitStream call: batches in, answers out in the order in which they become known.
 
 Each element runs in a task of its own, so a slow one delays nobody. Answers that are ready together travel together. The tasks
-belong to the stream: when it ends, for whatever reason, they are cancelled and waited for. A client that does not read its answers
-is not read from; elements beyond the agent's bound of calls in flight are answered with RESOURCE_EXHAUSTED.
+belong to the stream: when it ends, for whatever reason, they are cancelled and waited for. Elements beyond the agent's bound of calls
+in flight are answered with RESOURCE_EXHAUSTED at once; a client that does not read its answers is not read from any more.
 """
 
 from __future__ import annotations
@@ -36,15 +36,18 @@ class AdmitStream:
         self,
         admit: Callable[[admission_pb2.AdmitRequest], Awaitable[admission_pb2.AdmitResponse]],
         release: Callable[[admission_pb2.ReleaseRequest], Awaitable[object]],
+        max_inflight: int,
     ) -> None:
         """Starts with `serve`.
 
         Args:
             admit: answers one element; raises KvcError for one without a decision.
             release: gives one ticket back, likewise.
+            max_inflight: elements that `admit` and `release` let wait at once; more than `MAX_UNREAD` others are answers nobody reads.
         """
         self._admit = admit
         self._release = release
+        self._max_outstanding = max_inflight + MAX_UNREAD
         self._tasks: set[asyncio.Task[None]] = set()
         self._results: deque[admission_pb2.AdmitStreamResult] = deque()
         self._news = asyncio.Event()
@@ -95,9 +98,19 @@ class AdmitStream:
                 self._start(self._answer(request, index))
             for index, release in enumerate(batch.releases):
                 self._start(self._give_back(release, index))
-            while len(self._results) >= MAX_UNREAD:
+            while self._outstanding >= self._max_outstanding:
                 self._read_on.clear()
                 await self._read_on.wait()
+
+    @property
+    def _outstanding(self) -> int:
+        """Elements without an answer and answers that are not sent."""
+        return len(self._tasks) + len(self._results)
+
+    def _make_room(self) -> None:
+        """Lets the reader go on when there is room again. Mutates."""
+        if self._outstanding < self._max_outstanding:
+            self._read_on.set()
 
     def _start(self, element: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(element, name="admit-stream-element")
@@ -107,13 +120,13 @@ class AdmitStream:
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         self._news.set()
+        self._make_room()
 
     def _take(self) -> admission_pb2.AdmitStreamResponse:
         """The answers that are ready, a batch at most. Mutates."""
         count = min(len(self._results), MAX_BATCH)
         results = [self._results.popleft() for _ in range(count)]
-        if len(self._results) < MAX_UNREAD:
-            self._read_on.set()
+        self._make_room()
         return admission_pb2.AdmitStreamResponse(results=results)
 
     async def _answer(self, request: admission_pb2.AdmitRequest, index: int) -> None:

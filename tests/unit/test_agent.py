@@ -16,7 +16,8 @@ from services.admission_agent.config import AgentConfig, EngineConfig
 from services.admission_agent.deadlines import child_timeout_s
 from services.admission_agent.life import Life, accept
 from tests.support.builders import run, turn
-from tests.support.fake_engine import FakeEngine, FakeLink, eventually, facts, welcome
+from tests.support.fake_engine import FakeEngine, FakeLink, facts, welcome
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -155,7 +156,7 @@ async def test_calls_in_flight_are_bounded_and_waited_for() -> None:
     engine.on_admit = slow
     agent = await agent_of(engine, max_inflight=3)
     waiting = [asyncio.ensure_future(agent.admit(ask(timeout_s=10.0))) for _ in range(3)]
-    await eventually(lambda: agent.inflight == 3)
+    await until(lambda: agent.inflight == 3, 5.0, "3 in flight")
     with pytest.raises(Exhausted) as caught:
         await agent.admit(ask())
     assert (caught.value.reason, caught.value.retry_after_s) == ("AGENT_OVERLOADED", 0.05)
@@ -212,7 +213,7 @@ async def test_an_engine_that_goes_away_fails_what_it_was_asked() -> None:
     engine.on_admit = never
     agent = await agent_of(engine)
     task = asyncio.ensure_future(agent.admit(ask(timeout_s=30.0)))
-    await eventually(lambda: agent.inflight == 1)
+    await until(lambda: agent.inflight == 1, 5.0, "1 in flight")
     engine.die()
     with pytest.raises(Unavailable):
         await task
