@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvc.engine.link_io import LinkError
+from kvc.engine.link_io import FrameMalformed, LinkError
 from kvc.engine.reference.faults import BootstrapTimeout, DecodeGone, PromptMismatch, RoomInUse, UnknownRoom
 from kvc.engine.reference.request import Phase
 from kvc.engine.reference.transfer import TRANSFER_VERSION, Done, Join, Kv, Ready, Refused, Wire, checksum, pack_values, prompt_digest
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from kvc.engine.reference.transfer import FromDecode
 
 logger = logging.getLogger(__name__)
+
+MAX_FRAMES = 3
+"""After Join come Ready and Done; a third message is one too many."""
 
 
 @dataclass(slots=True, eq=False)
@@ -132,14 +136,16 @@ class BootstrapServer:
 
     async def _serve(self, wire: Wire) -> None:
         room: _Room | None = None
+        inbox: _Inbox | None = None
         try:
             async with asyncio.timeout(self._timeout_s):
                 join = await wire.from_decode()
             if not isinstance(join, Join):
                 raise DecodeGone("the first message of a connection is Join")
             room = self._take_place(join, wire)
-            await self._pair(join, room)
-            await self._hand_over(room, wire)
+            inbox = _Inbox(wire, room.changed)
+            await self._pair(join, room, inbox)
+            await self._hand_over(room, wire, inbox)
         except KvcError as error:
             await _refuse(wire, error)
             self._fail(room, error)
@@ -149,6 +155,8 @@ class BootstrapServer:
         finally:
             if room is not None:
                 self._close(room)
+            if inbox is not None:
+                await inbox.close()
             await wire.close()
             self._wake()
 
@@ -167,13 +175,12 @@ class BootstrapServer:
         room.stop_timer()
         return room
 
-    async def _pair(self, join: Join, room: _Room) -> None:
+    async def _pair(self, join: Join, room: _Room, inbox: _Inbox) -> None:
         """Waits for the room's request."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 while room.request is None:
-                    room.changed.clear()
-                    await room.changed.wait()
+                    await inbox.next_change()
         except TimeoutError:
             raise UnknownRoom(f"no request for room {join.room} within {self._timeout_s} s", field="bootstrap_room") from None
         self._check(join, room.request)
@@ -186,35 +193,24 @@ class BootstrapServer:
             if one != other:
                 raise PromptMismatch(f"room {join.room}: {name} of the prefill and the decode engine differ", field="bootstrap_room")
 
-    async def _hand_over(self, room: _Room, wire: Wire) -> None:
-        """From Ready to Done. A frame is awaited in every state, so a decode engine that goes away is noticed in every state."""
+    async def _hand_over(self, room: _Room, wire: Wire, inbox: _Inbox) -> None:
+        """From Ready to Done."""
         request = room.request
         assert request is not None
-        incoming = self._listen(room, wire)
-        try:
-            await _until(room, incoming, incoming.done)
-            first_page = self._first_page(await incoming, request)
-            incoming = self._listen(room, wire)
-            self._scheduler.submit(request)
-            self._wake()
-            await _until(room, incoming, lambda: request.phase is Phase.SEND)
-            await self._transfer(room, incoming, request.input_tokens - first_page * self._scheduler.pool.tree.page_tokens)
-            await wire.send(self._kv(request, first_page))
-            async with asyncio.timeout(self._transfer_timeout_s):
-                await _until(room, incoming, incoming.done)
-            if not isinstance(await incoming, Done):
-                raise DecodeGone("the decode engine broke the protocol")
-            self._scheduler.sent(request)
-        finally:
-            incoming.cancel()
-            await asyncio.gather(incoming, return_exceptions=True)
+        await _until(request, inbox, lambda: bool(inbox.frames))
+        first_page = self._first_page(inbox.frames.popleft(), request)
+        self._scheduler.submit(request)
+        self._wake()
+        await _until(request, inbox, lambda: request.phase is Phase.SEND)
+        await self._transfer(room, inbox, request.input_tokens - first_page * self._scheduler.pool.tree.page_tokens)
+        await wire.send(self._kv(request, first_page))
+        async with asyncio.timeout(self._transfer_timeout_s):
+            await _until(request, inbox, lambda: bool(inbox.frames))
+        if not isinstance(inbox.frames.popleft(), Done):
+            raise DecodeGone("the decode engine broke the protocol")
+        self._scheduler.sent(request)
 
-    def _listen(self, room: _Room, wire: Wire) -> asyncio.Task[FromDecode]:
-        task = asyncio.create_task(wire.from_decode(), name="bootstrap-frame")
-        task.add_done_callback(lambda _: room.changed.set())
-        return task
-
-    async def _transfer(self, room: _Room, incoming: asyncio.Task[FromDecode], tokens: int) -> None:
+    async def _transfer(self, room: _Room, inbox: _Inbox, tokens: int) -> None:
         """Waits as long as the KV of some tokens takes on the link."""
         assert room.request is not None
         arrived: list[bool] = []
@@ -225,7 +221,7 @@ class BootstrapServer:
 
         self._scheduler.send(room.request, tokens, deliver)
         self._wake()
-        await _until(room, incoming, lambda: bool(arrived))
+        await _until(room.request, inbox, lambda: bool(arrived))
 
     def _first_page(self, ready: FromDecode, request: Request) -> int:
         most = request.input_tokens // self._scheduler.pool.tree.page_tokens
@@ -250,23 +246,56 @@ class BootstrapServer:
         )
 
 
-async def _until(room: _Room, incoming: asyncio.Task[FromDecode], reached: Callable[[], bool]) -> None:
+class _Inbox:
+    """What a decode engine says, read all the time, so that one that goes away is noticed in every state (F11)."""
+
+    def __init__(self, wire: Wire, changed: asyncio.Event) -> None:
+        """Reads until the connection ends; sets `changed` with every frame and at the end."""
+        self.frames: deque[FromDecode] = deque()
+        self._wire = wire
+        self._changed = changed
+        self._error: Exception | None = None
+        self._task = asyncio.create_task(self._read(), name="bootstrap-inbox")
+
+    async def next_change(self) -> None:
+        """Returns when something has changed.
+
+        Raises:
+            LinkError: the connection has ended.
+        """
+        if self._error is not None:
+            raise self._error
+        self._changed.clear()
+        await self._changed.wait()
+
+    async def close(self) -> None:
+        """Stops reading."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _read(self) -> None:
+        try:
+            for _ in range(MAX_FRAMES):
+                self.frames.append(await self._wire.from_decode())
+                self._changed.set()
+            self._error = FrameMalformed("more messages than the protocol has")
+        except (LinkError, OSError) as error:
+            self._error = error
+        finally:
+            self._changed.set()
+
+
+async def _until(request: Request, inbox: _Inbox, reached: Callable[[], bool]) -> None:
     """Waits for a condition.
 
     Raises:
         KvcError: the request ended before.
         LinkError: the decode engine went away before.
     """
-    request = room.request
-    assert request is not None
     while not reached():
         if request.phase is Phase.DONE:
             raise request.error or DecodeGone("the request was aborted on the prefill engine", reason="ABORTED")
-        if incoming.done():
-            await incoming
-            raise DecodeGone("the decode engine broke the protocol")
-        room.changed.clear()
-        await room.changed.wait()
+        await inbox.next_change()
 
 
 async def _refuse(wire: Wire, error: KvcError) -> None:
