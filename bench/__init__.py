@@ -1,0 +1,1 @@
+"""Benchmarks: what the parts on the path of a turn cost, beside a baseline measured in the same run (docs/benchmarks.md)."""
