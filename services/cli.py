@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(usage())
         return 0 if arguments else EXIT_USAGE
     if arguments[0] in ("-V", "--version"):
-        sys.stdout.write(f"kvc {metadata.version('kvc-mesh')}\n")
+        sys.stdout.write(f"kvc {version()}\n")
         return 0
     command = COMMANDS.get(arguments[0])
     if command is None:
@@ -54,6 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     run: Callable[[Sequence[str]], int] = getattr(import_module(command.module), command.function)
     return run(arguments[1:])
+
+
+def version() -> str:
+    """The installed version; of a source tree that is not installed there is none."""
+    try:
+        return metadata.version("kvc-mesh")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
 
 
 def usage() -> str:

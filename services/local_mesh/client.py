@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from array import array
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
+import grpc
 import grpc.aio
 
 from kvc import wire
 from kvc.core.types import Mode
-from kvc.errors import from_rpc_error
+from kvc.errors import Unavailable, from_rpc_error
 from kvc.evaluation.ports import TurnResult
 from kvc.runtime.channel import channel
-from kvc.v1 import router_pb2, router_pb2_grpc, types_pb2
+from kvc.v1 import router_pb2, router_pb2_grpc
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 _EXECUTORS = {pb: executor.value for executor, pb in wire.EXECUTOR_TO_PB.items()}
@@ -80,6 +83,7 @@ def _result(finished: router_pb2.Finished, output: bytes) -> TurnResult:
         worker=decision.decode.worker_id,
         executor=_EXECUTORS.get(decision.executor, ""),
         output=output,
+        prompt_tokens=finished.prompt_tokens,
         cached_tokens=finished.cached_tokens,
         ttft_s=finished.engine_ttft_s,
         latency_s=finished.engine_latency_s,
@@ -90,7 +94,18 @@ def _result(finished: router_pb2.Finished, output: bytes) -> TurnResult:
     )
 
 
-def mode_name(mode: types_pb2.Mode.ValueType) -> str:
-    """The mode in words; empty when it is not set."""
-    known = wire.MODE_FROM_PB.get(mode)
-    return known.value if known is not None else ""
+@contextmanager
+def answers_of(target: str) -> Iterator[None]:
+    """Errors of calls to the router at `target` as people read them.
+
+    Raises:
+        Unavailable: nobody answers there.
+        KvcError: the router's typed error.
+    """
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        typed = from_rpc_error(error)
+        if error.code() is grpc.StatusCode.UNAVAILABLE and typed.reason == Unavailable.reason:
+            raise Unavailable(f"no router answers at {target}: `kvc up` starts one, --router names another") from None
+        raise typed from None

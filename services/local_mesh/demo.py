@@ -2,47 +2,50 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
-from kvc.errors import KvcError
 from kvc.evaluation.demo import demo_workload
 from kvc.evaluation.render import facts, mode_table
+from services.local_mesh import foreground
 from services.local_mesh.mesh import MeshConfig
 from services.local_mesh.options import EXIT_FAILED, Parser
 from services.local_mesh.playing import play
+from services.local_mesh.replay import complaints
 from services.local_mesh.topology import Topology
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rich.console import Console
+
     from kvc.evaluation.demo import Demo
     from services.local_mesh.playing import Played
+
+PROG = "kvc demo"
 
 
 def main(argv: Sequence[str]) -> int:
     """`kvc demo`."""
-    parser = Parser(prog="kvc demo", description="Runs an agentic workload on a 1P3D mesh, then on round-robin P/D disaggregation.")
+    parser = Parser(prog=PROG, description="Runs an agentic workload on a 1P3D mesh, then on round-robin P/D disaggregation.")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     arguments = parser.parse_args(argv)
-    demo = demo_workload()
-    console = Console(stderr=True)
-    try:
-        ours, baseline = asyncio.run(_both(demo, console))
-    except KvcError as error:
-        sys.stderr.write(f"kvc demo: {error}\n")
-        return EXIT_FAILED
-    if arguments.json:
-        sys.stdout.write(json.dumps(ours.summary.to_json(baseline.summary), indent=2) + "\n")
-    else:
-        _show(demo, ours, baseline)
-    good = all(played.summary.failed == 0 and played.summary.wrong == 0 for played in (ours, baseline))
-    return 0 if good else EXIT_FAILED
+
+    def command() -> int:
+        demo = demo_workload()
+        ours, baseline = foreground.run(_both(demo, foreground.output(stderr=True)))
+        if arguments.json:
+            sys.stdout.write(json.dumps(ours.summary.to_json(baseline.summary), indent=2) + "\n")
+        else:
+            _show(demo, ours, baseline)
+        for line in complaints(ours.run.records + baseline.run.records):
+            sys.stderr.write(f"{PROG}: {line}\n")
+        good = all(played.summary.failed == 0 and played.summary.wrong == 0 for played in (ours, baseline))
+        return 0 if good else EXIT_FAILED
+
+    return foreground.guarded(PROG, command)
 
 
 async def _both(demo: Demo, console: Console) -> tuple[Played, Played]:
@@ -58,7 +61,7 @@ async def _both(demo: Demo, console: Console) -> tuple[Played, Played]:
 
 
 def _show(demo: Demo, ours: Played, baseline: Played) -> None:
-    out = Console()
+    out = foreground.output()
     sessions = len(ours.run.workload.sessions)
     out.print(
         f"{sessions} generated Claude Code sessions, {demo.options.live_sessions} at a time, on {demo.topology}; "

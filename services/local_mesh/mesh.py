@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 from urllib.parse import urlsplit
 
-from kvc.errors import Unavailable
+from kvc.errors import Unavailable, leaf
 from kvc.v1 import router_pb2
 from services.local_mesh.client import RouterClient
 from services.local_mesh.processes import Child
@@ -42,9 +42,11 @@ class MeshConfig:
         policy: kvc, sticky or round_robin.
         profile: default or paper.
         router_args: more arguments of `kvc router`.
+        agent_args: more arguments of `kvc agent`.
         engine_args: more arguments of `kvc engine`.
         router_port: gRPC port of the router; 0 = any.
         telemetry_endpoint: OTLP collector of all processes; empty = none.
+        log_level: least severe level that all processes log.
         directory: where sockets and logs go; None: a temporary one.
     """
 
@@ -57,15 +59,17 @@ class MeshConfig:
     policy: str = "kvc"
     profile: str = "default"
     router_args: tuple[str, ...] = ()
+    agent_args: tuple[str, ...] = ()
     engine_args: tuple[str, ...] = ()
     router_port: int = 0
     telemetry_endpoint: str = ""
+    log_level: str = "info"
     directory: Path | None = None
 
 
 @dataclass(slots=True)
 class LocalWorker:
-    """One worker of the mesh: its processes and their ports, which survive a restart."""
+    """One worker of the mesh: its processes and their ports. The ops ports change with a restart, the others do not."""
 
     name: str
     role: str
@@ -73,6 +77,13 @@ class LocalWorker:
     agent: Child
     engine_port: int = 0
     agent_port: int = 0
+    engine_ops_port: int = 0
+    agent_ops_port: int = 0
+
+    @property
+    def agent_target(self) -> str:
+        """host:port of the admission agent."""
+        return f"127.0.0.1:{self.agent_port}"
 
 
 @dataclass(slots=True)
@@ -113,6 +124,9 @@ class LocalMesh:
                 for name, role in self.config.topology.workers():
                     group.create_task(self.start_worker(name, role))
             await self._start_router()
+        except BaseExceptionGroup as group:
+            await self._stop()
+            raise leaf(group) from None
         except BaseException:
             await self._stop()
             raise
@@ -154,12 +168,19 @@ class LocalMesh:
             role,
             Child(f"engine {name}", self._engine_argv(name, role, engine_port), self._directory / f"{name}.engine.log", "engine_ready"),
             Child(f"agent {name}", self._agent_argv(name, agent_port), self._directory / f"{name}.agent.log"),
+            engine_port,
+            agent_port,
         )
         self.workers[name] = worker
         await worker.engine.start()
         await worker.agent.start()
-        engine, agent = await asyncio.gather(worker.engine.listening(START_TIMEOUT_S), worker.agent.listening(START_TIMEOUT_S))
+        try:
+            engine, agent = await asyncio.gather(worker.engine.listening(START_TIMEOUT_S), worker.agent.listening(START_TIMEOUT_S))
+        except Unavailable:
+            await self.kill_worker(name)
+            raise
         worker.engine_port, worker.agent_port = urlsplit(engine["url"]).port or 0, int(agent["port"])
+        worker.engine_ops_port, worker.agent_ops_port = urlsplit(engine["ops_url"]).port or 0, int(agent["ops_port"])
         return worker
 
     async def kill_worker(self, name: str) -> None:
@@ -179,7 +200,7 @@ class LocalMesh:
         config = self.config
         argv = ["router", "--port", str(config.router_port), "--policy", config.policy, "--params-profile", config.profile]
         for worker in self.workers.values():
-            argv += ["--agent", f"127.0.0.1:{worker.agent_port}"]
+            argv += ["--agent", worker.agent_target]
         argv += [*self._common(), *config.router_args]
         self.router = Child("router", argv, self._directory / "router.log")
         await self.router.start()
@@ -205,16 +226,23 @@ class LocalMesh:
         ]
 
     def _agent_argv(self, name: str, port: int) -> list[str]:
-        return ["agent", "--engine-socket", str(self._directory / f"{name}.sock"), "--port", str(port), *self._common()]
+        socket = str(self._directory / f"{name}.sock")
+        return ["agent", "--engine-socket", socket, "--port", str(port), *self._common(), *self.config.agent_args]
 
     def _common(self) -> list[str]:
         endpoint = ["--telemetry-endpoint", self.config.telemetry_endpoint] if self.config.telemetry_endpoint else []
-        return ["--log-level", "info", *endpoint]
+        return ["--log-level", self.config.log_level, *endpoint]
 
     async def _stop(self) -> None:
-        if self.router is not None:
-            await self.router.stop(STOP_GRACE_S)
+        """Stops everything in order; when that is cancelled, kills what is left."""
         workers = self.workers.values()
-        await asyncio.gather(*(worker.agent.stop(STOP_GRACE_S) for worker in workers))
-        await asyncio.gather(*(worker.engine.stop(STOP_GRACE_S) for worker in workers))
-        await self._stack.aclose()
+        try:
+            if self.router is not None:
+                await self.router.stop(STOP_GRACE_S)
+            await asyncio.gather(*(worker.agent.stop(STOP_GRACE_S) for worker in workers))
+            await asyncio.gather(*(worker.engine.stop(STOP_GRACE_S) for worker in workers))
+        finally:
+            for child in (self.router, *(child for worker in workers for child in (worker.agent, worker.engine))):
+                if child is not None:
+                    child.kill()
+            await self._stack.aclose()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from kvc.engine.reference.costs import PRESETS
 from services.local_mesh.topology import Topology
 
 if TYPE_CHECKING:
@@ -14,10 +15,16 @@ if TYPE_CHECKING:
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+DEFAULT_PORT = 50050
+DEFAULT_ROUTER = f"127.0.0.1:{DEFAULT_PORT}"
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a wrong argument in one line, with exit code 2."""
+    """Reports a wrong argument in one line, with exit code 2. Takes no abbreviations: an option that is added later breaks none."""
+
+    def __init__(self, **settings: Any) -> None:
+        """As argparse's."""
+        super().__init__(allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
         """One line on stderr."""
@@ -28,13 +35,13 @@ class Parser(argparse.ArgumentParser):
 def whole(low: int, high: int) -> Callable[[str], int]:
     """An argparse type: an integer from `low` to `high`."""
 
-    def parse(text: str) -> int:
+    def parse(given: str) -> int:
         try:
-            value = int(text)
+            value = int(given)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text[:32]!r} is no whole number") from None
+            raise argparse.ArgumentTypeError(f"{given[:32]!r} is no whole number") from None
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text[:32]} is not {low} to {high}")
+            raise argparse.ArgumentTypeError(f"{given[:32]} is not {low} to {high}")
         return value
 
     return parse
@@ -43,41 +50,60 @@ def whole(low: int, high: int) -> Callable[[str], int]:
 def real(low: float, high: float) -> Callable[[str], float]:
     """An argparse type: a finite number from `low` to `high`."""
 
-    def parse(text: str) -> float:
+    def parse(given: str) -> float:
         try:
-            value = float(text)
+            value = float(given)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text[:32]!r} is no number") from None
+            raise argparse.ArgumentTypeError(f"{given[:32]!r} is no number") from None
         if not (math.isfinite(value) and low <= value <= high):
-            raise argparse.ArgumentTypeError(f"{text[:32]} is not {low:g} to {high:g}")
+            raise argparse.ArgumentTypeError(f"{given[:32]} is not {low:g} to {high:g}")
         return value
 
     return parse
 
 
-def topology(text: str) -> Topology:
+def text(value: str) -> str:
+    """An argparse type: text that can be sent, which bytes that are no UTF-8 cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError("is no UTF-8") from None
+    return value
+
+
+def topology(name: str) -> Topology:
     """An argparse type: a topology."""
     try:
-        return Topology.parse(text)
+        return Topology.parse(name)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_mesh_arguments(parser: argparse.ArgumentParser, *, kv_tokens: int, time_scale: float) -> None:
     """Arguments of commands that start a mesh."""
-    parser.add_argument("--topology", type=topology, default=Topology(1, 3), help="e.g. 1P3D (default) or 0P4D")
     parser.add_argument(
-        "--kv-tokens", type=whole(1_000, 100_000_000), default=kv_tokens, help=f"K_d of each decode worker (default {kv_tokens:,})"
+        "--topology", type=topology, default=Topology(1, 3), metavar="xPyD", help="prefill and decode workers: 1P3D (default), 0P4D, ..."
     )
-    parser.add_argument("--page-tokens", type=whole(1, 1024), default=16, help="KV page of the engines (default 16)")
-    parser.add_argument("--preset", default="h100-rdma", help="hardware the engines model (default h100-rdma)")
     parser.add_argument(
-        "--time-scale", type=real(0.001, 10_000.0), default=time_scale, help=f"modelled seconds a second (default {time_scale:g})"
+        "--kv-tokens",
+        type=whole(1_000, 100_000_000),
+        default=kv_tokens,
+        metavar="N",
+        help=f"K_d, the KV pool of each decode worker (default {kv_tokens})",
+    )
+    parser.add_argument("--page-tokens", type=whole(1, 1024), default=16, metavar="N", help="KV page of the engines (default 16)")
+    parser.add_argument("--preset", choices=sorted(PRESETS), default="h100-rdma", help="hardware the engines model (default h100-rdma)")
+    parser.add_argument(
+        "--time-scale",
+        type=real(0.001, 10_000.0),
+        default=time_scale,
+        metavar="X",
+        help=f"modelled seconds a second (default {time_scale:g})",
     )
     parser.add_argument("--profile", choices=("default", "paper"), default="default", help="rulings in force (docs/spec.md)")
 
 
 def add_router_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of commands that talk to a router."""
-    parser.add_argument("--router", default="127.0.0.1:50050", metavar="HOST:PORT", help="the router (default 127.0.0.1:50050)")
+    parser.add_argument("--router", default=DEFAULT_ROUTER, metavar="HOST:PORT", help=f"the router (default {DEFAULT_ROUTER})")
     parser.add_argument("--json", action="store_true", help="one JSON object")

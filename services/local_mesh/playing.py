@@ -50,14 +50,15 @@ async def play(trace: Trace, options: ReplayOptions, config: MeshConfig, console
 
     Raises:
         Unavailable: the mesh did not come up.
+        OSError: `out` cannot be written.
         ValueError: the options leave nothing to replay.
     """
-    async with LocalMesh(config) as mesh, RouterClient(mesh.target) as client:
-        await mesh.ready(FOLLOW_TIMEOUT_S)
-        with ExitStack() as stack:
+    with ExitStack() as stack:
+        about = {"policy": config.policy, "profile": config.profile, "topology": str(config.topology), "kv_tokens": config.kv_tokens}
+        files = stack.enter_context(RunFiles(out, trace, options, **about)) if out is not None else None
+        async with LocalMesh(config) as mesh, RouterClient(mesh.target) as client:
+            await mesh.ready(FOLLOW_TIMEOUT_S)
             progress = stack.enter_context(ProgressView(console, label))
-            about = {"policy": config.policy, "profile": config.profile, "topology": str(config.topology), "kv_tokens": config.kv_tokens}
-            files = stack.enter_context(RunFiles(out, trace, options, **about)) if out is not None else None
             run = await replay(
                 trace,
                 client,

@@ -98,12 +98,12 @@ class Child:
                         self._listening.set_result(json.loads(line))
         await process.wait()
         if self._listening is not None and not self._listening.done():
-            self._listening.set_exception(Unavailable(f"{self.name} ended with status {process.returncode}: {self.tail()}"))
+            self._listening.set_exception(Unavailable(f"{self.name} ended with status {process.returncode}: {self.tail(1)}"))
             self._listening.exception()  # looked at here, so that a caller who no longer waits is no fault
 
     def tail(self, lines: int = 3) -> str:
-        """Its last log lines, for messages."""
-        return " | ".join(list(self._last)[-lines:]) or "(it logged nothing)"
+        """Its last log lines as people read them, for messages."""
+        return " | ".join(_readable(line) for line in list(self._last)[-lines:]) or "(it logged nothing)"
 
     def kill(self) -> None:
         """SIGKILL, as a crash."""
@@ -121,7 +121,7 @@ class Child:
         """
         assert self._process is not None, "not started"
         assert self._reader is not None, "not started"
-        await self._reader
+        await asyncio.shield(self._reader)  # who no longer waits must not end the reading
         return await self._process.wait()
 
     async def stop(self, grace_s: float) -> None:
@@ -134,12 +134,25 @@ class Child:
                 await self._process.wait()
         self._signal(signal.SIGKILL)
         await self._process.wait()
-        await self._reader
+        await asyncio.shield(self._reader)
 
     def _signal(self, number: int) -> None:
         if self.pid is not None and self._process is not None:
             with suppress(ProcessLookupError):
                 self._process.send_signal(number)
+
+
+def _readable(line: str) -> str:
+    """A log line in words: its event and what went wrong, without the traceback. A line that is no event stays as it is."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return line
+    if not isinstance(record, dict) or "event" not in record:
+        return line
+    told = [str(record[key]) for key in ("event", "reason", "message") if record.get(key)]
+    told += str(record.get("exception", "")).splitlines()[-1:]
+    return ": ".join(told)
 
 
 async def _line(stream: asyncio.StreamReader) -> bytes:

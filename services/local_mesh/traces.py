@@ -17,14 +17,18 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str]) -> int:
     """`kvc generate-trace`."""
     parser = Parser(prog="kvc generate-trace", description="Writes a synthetic agent trace, the same for the same arguments everywhere.")
-    parser.add_argument("preset", choices=sorted(PRESETS))
+    parser.add_argument("preset", choices=sorted(PRESETS), help="what kind of agent")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="KVT file; .gz compresses")
-    parser.add_argument("--sessions", type=whole(1, MAX_SESSIONS), default=52)
-    parser.add_argument("--live", type=whole(1, MAX_SESSIONS), default=32, help="sessions live at a time, for the timestamps")
-    parser.add_argument("--seed", type=whole(0, 2**63 - 1), default=0)
-    parser.add_argument("--max-input-tokens", type=whole(1, 10_000_000), default=None)
-    parser.add_argument("--max-turns", type=whole(1, 100_000), default=None)
-    parser.add_argument("--max-think", type=real(0.0, 1e6), default=None, metavar="S")
+    parser.add_argument("--sessions", type=whole(1, MAX_SESSIONS), default=52, metavar="N", help="sessions in all (default 52)")
+    parser.add_argument(
+        "--live", type=whole(1, MAX_SESSIONS), default=32, metavar="N", help="sessions live at a time, for the timestamps (default 32)"
+    )
+    parser.add_argument("--seed", type=whole(0, 2**63 - 1), default=0, metavar="N", help="another seed, another trace (default 0)")
+    parser.add_argument(
+        "--max-input-tokens", type=whole(1, 10_000_000), default=None, metavar="N", help="history is cut before a prompt is longer"
+    )
+    parser.add_argument("--max-turns", type=whole(1, 100_000), default=None, metavar="N", help="longest session, turns")
+    parser.add_argument("--max-think", type=real(0.0, 1e6), default=None, metavar="S", help="longest client pause, seconds")
     arguments = parser.parse_args(argv)
     limits = Limits(max_input_tokens=arguments.max_input_tokens, max_turns=arguments.max_turns, max_think_s=arguments.max_think)
     try:

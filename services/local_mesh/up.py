@@ -8,18 +8,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc.aio
-from rich.console import Console
 from rich.live import Live
 
-from kvc.runtime import service
+from kvc.errors import KvcError, Unavailable
 from kvc.v1 import router_pb2
+from services.local_mesh import foreground
 from services.local_mesh.client import RouterClient
 from services.local_mesh.mesh import LocalMesh, MeshConfig
-from services.local_mesh.options import Parser, add_mesh_arguments, whole
+from services.local_mesh.options import DEFAULT_PORT, Parser, add_mesh_arguments, whole
 from services.local_mesh.views import workers_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from rich.console import Console
+
+    from services.local_mesh.processes import Child
 
 REFRESH_S = 0.5
 RESTART_PAUSE_S = 1.0
@@ -28,11 +32,19 @@ READY_TIMEOUT_S = 30.0
 
 def main(argv: Sequence[str]) -> int:
     """`kvc up`."""
-    parser = Parser(prog="kvc up", description="Starts engines, admission agents and a router on 127.0.0.1 until Ctrl-C.")
+    parser = Parser(
+        prog="kvc up",
+        description="Starts engines, admission agents and a router on 127.0.0.1 until Ctrl-C; a terminal shows a live table of workers.",
+    )
     add_mesh_arguments(parser, kv_tokens=92_104, time_scale=1.0)
-    parser.add_argument("--policy", choices=("kvc", "sticky", "round_robin"), default="kvc")
-    parser.add_argument("--port", type=whole(0, 65535), default=50050, help="gRPC port of the router (default 50050; 0 = any)")
+    parser.add_argument("--policy", choices=("kvc", "sticky", "round_robin"), default="kvc", help="how turns are placed (default kvc)")
+    parser.add_argument(
+        "--port", type=whole(0, 65535), default=DEFAULT_PORT, metavar="N", help=f"gRPC port of the router (default {DEFAULT_PORT}; 0 = any)"
+    )
     parser.add_argument("--telemetry-endpoint", default="", metavar="HOST:PORT", help="OTLP collector that gets every span")
+    parser.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="of all processes (default info)"
+    )
     parser.add_argument("--dir", type=Path, default=None, help="keep logs and sockets there (default: a temporary folder)")
     parser.add_argument("--no-restart", action="store_true", help="leave a worker that died dead")
     arguments = parser.parse_args(argv)
@@ -46,26 +58,44 @@ def main(argv: Sequence[str]) -> int:
         profile=arguments.profile,
         router_port=arguments.port,
         telemetry_endpoint=arguments.telemetry_endpoint,
+        log_level=arguments.log_level,
         directory=arguments.dir,
     )
-    return service.run(lambda stop: _up(config, stop, restart=not arguments.no_restart))
+    console = foreground.output()
+
+    def command() -> int:
+        try:
+            foreground.run(_up(config, console, restart=not arguments.no_restart))
+        except foreground.Interrupted:
+            console.print("stopped")
+        return 0
+
+    return foreground.guarded("kvc up", command)
 
 
-async def _up(config: MeshConfig, stop: asyncio.Event, *, restart: bool) -> None:
-    console = Console()
+async def _up(config: MeshConfig, console: Console, *, restart: bool) -> None:
+    """Runs the mesh until it is cancelled.
+
+    Raises:
+        Unavailable: something did not come up, or the router ended.
+    """
     console.print(f"starting {config.topology} ...")
     async with LocalMesh(config) as mesh:
         await mesh.ready(READY_TIMEOUT_S)
-        console.print(
-            f"router on {mesh.target}, metrics on 127.0.0.1:{mesh.router_ops_port}/metrics, logs in {mesh.directory}; Ctrl-C stops"
-        )
+        _say(console, f"router on {mesh.target}, metrics on http://127.0.0.1:{mesh.router_ops_port}/metrics")
+        _say(console, "agents: " + ", ".join(f"{worker.name} on {worker.agent_target}" for worker in mesh.workers.values()))
+        _say(console, f"logs in {mesh.directory}; Ctrl-C stops")
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_show(mesh, console))]
+            group.create_task(_show(mesh, console))
+            if mesh.router is not None:
+                group.create_task(_watch(mesh.router))
             if restart:
-                tasks += [group.create_task(_keep_alive(mesh, name, console)) for name in mesh.workers]
-            await stop.wait()
-            for task in tasks:
-                task.cancel()
+                for name in mesh.workers:
+                    group.create_task(_keep_alive(mesh, name, console))
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 async def _show(mesh: LocalMesh, console: Console) -> None:
@@ -81,8 +111,14 @@ async def _show(mesh: LocalMesh, console: Console) -> None:
                 await asyncio.sleep(REFRESH_S)
 
 
+async def _watch(router: Child) -> None:
+    """Ends the mesh when the router does: what it knew is gone, and nobody would notice."""
+    status = await router.ended()
+    raise Unavailable(f"the router ended with status {status}: {router.tail()}")
+
+
 async def _keep_alive(mesh: LocalMesh, name: str, console: Console) -> None:
-    """Restarts a worker whose engine or agent ended, under its old address."""
+    """Restarts a worker whose engine or agent ended, under its old address, as often as it takes."""
     while True:
         worker = mesh.workers[name]
         ends = [asyncio.ensure_future(worker.engine.ended()), asyncio.ensure_future(worker.agent.ended())]
@@ -91,7 +127,10 @@ async def _keep_alive(mesh: LocalMesh, name: str, console: Console) -> None:
         finally:
             for end in ends:
                 end.cancel()
-        console.print(f"{name} ended, starting it again")
+        _say(console, f"{name} ended, starting it again")
         await mesh.kill_worker(name)
         await asyncio.sleep(RESTART_PAUSE_S)
-        await mesh.start_worker(name)
+        try:
+            await mesh.start_worker(name)
+        except KvcError as error:
+            _say(console, f"{name} did not start: {error}")

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
+from google.protobuf.json_format import MessageToDict
 from rich.table import Table
 
 from kvc import wire
 from kvc.core.types import Mode
 
 if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
     from kvc.v1 import router_pb2
 
 _MODES = (Mode.DIRECT, Mode.SEED, Mode.RESEED, Mode.FALLBACK)
+
+
+def as_json(message: Message) -> str:
+    """A message as one JSON object with the names of its proto, fields of value 0 included."""
+    return json.dumps(MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True), indent=2) + "\n"
 
 
 def workers_table(listed: router_pb2.ListWorkersResponse, title: str = "") -> Table:
