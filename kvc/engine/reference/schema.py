@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import uuid
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 
@@ -51,11 +51,14 @@ class Common(msgspec.Struct, kw_only=True):
     bootstrap_room: int | None = None
 
 
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=VOCAB_SIZE)]
+
+
 class Generate(Common, kw_only=True):
     """POST /generate."""
 
     text: str | None = None
-    input_ids: list[int] | None = None
+    input_ids: list[TokenId] | None = None
     sampling_params: Sampling | None = None
 
 
@@ -133,7 +136,7 @@ def generate_request(body: Generate, default_tokens: int) -> Request:
     _check_temperature(sampling.temperature, "sampling_params.temperature")
     count = _count(sampling.max_new_tokens, default_tokens, "sampling_params.max_new_tokens")
     if body.input_ids is not None:
-        return _request(body, _pack(body.input_ids, "input_ids"), count, IDS_VOCAB, "input_ids")
+        return _request(body, pack_tokens(body.input_ids), count, IDS_VOCAB, "input_ids")
     return _request(body, _encode(body.text or "", "text"), count, TEXT_VOCAB, "text")
 
 
@@ -167,9 +170,9 @@ def completion_request(body: Completion, default_tokens: int) -> Request:
         prompt = prompt[0]
     if isinstance(prompt, str):
         return _request(body, _encode(prompt, "prompt"), count, TEXT_VOCAB, "prompt")
-    if not all(type(token) is int for token in prompt):
-        raise InvalidField("one text or one list of token ids is needed", field="prompt")
-    return _request(body, _pack(prompt, "prompt"), count, IDS_VOCAB, "prompt")
+    if not all(type(token) is int and 0 <= token < VOCAB_SIZE for token in prompt):
+        raise InvalidField(f"one text or one list of token ids (0 to {VOCAB_SIZE - 1}) is needed", field="prompt")
+    return _request(body, pack_tokens(prompt), count, IDS_VOCAB, "prompt")
 
 
 def _request(body: Common, prompt: bytes, count: int, vocab: Vocab, field: str) -> Request:
@@ -224,9 +227,3 @@ def _encode(text: str, field: str) -> bytes:
         return encode_text(text)
     except UnicodeEncodeError:
         raise InvalidField("not encodable as UTF-8", field=field) from None
-
-
-def _pack(token_ids: list[int], field: str) -> bytes:
-    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < VOCAB_SIZE):
-        raise InvalidField(f"token ids are 0 to {VOCAB_SIZE - 1}", field=field)
-    return pack_tokens(token_ids)
