@@ -125,8 +125,9 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", config.max_message_bytes),
         # Two services on one port is a mistake, never load balancing.
         ("grpc.so_reuseport", 0),
-        # Callers ping every 5 s; without this the server answers with GOAWAY.
+        # Callers ping every 5 s, also while they have no call open; without these the server answers with GOAWAY.
         ("grpc.http2.min_ping_interval_without_data_ms", 4000),
+        ("grpc.keepalive_permit_without_calls", 1),
         # The other direction: streams of followers that vanished end.
         ("grpc.keepalive_time_ms", 10000),
         ("grpc.keepalive_timeout_ms", 2000),
