@@ -11,6 +11,8 @@ from kvc.runtime.config import section, setting
 from kvc.runtime.server import ServerConfig
 from kvc.runtime.telemetry import TelemetryConfig
 
+MAX_PORT = 65535
+
 
 @dataclass(frozen=True, slots=True)
 class AgentsConfig:
@@ -29,13 +31,29 @@ class AgentsConfig:
     backoff_cap_s: float = setting(1.0, help="longest pause before an agent is tried again", minimum=0.001, maximum=300.0)
     silence_s: float = setting(3.0, help="an agent that sends nothing for this long counts as gone", minimum=0.1, maximum=600.0)
 
+    def __post_init__(self) -> None:
+        """Checks what concerns several settings, or more than a range.
+
+        Raises:
+            ValueError: a target is no host:port or appears twice; TLS is half configured.
+        """
+        for target in self.targets:
+            host, _, port = target.rpartition(":")
+            if not (host and port.isascii() and port.isdigit() and 0 < int(port) <= MAX_PORT):
+                raise ValueError(f"targets: {target[:64]!r} is no host:port")
+        if len(set(self.targets)) < len(self.targets):
+            raise ValueError("targets: an agent is named twice")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key belong together: set both or none")
+        if self.tls_cert is not None and self.tls_ca is None:
+            raise ValueError("tls_cert and tls_key need tls_ca")
+
 
 @dataclass(frozen=True, slots=True)
 class EnginesConfig:
     """How the router talks to engines."""
 
     connect_timeout_s: float = setting(2.0, help="longest wait for a connection", minimum=0.01, maximum=60.0)
-    connections: int = setting(1024, help="open connections to engines in all", minimum=1, maximum=100_000)
     retries: int = setting(3, help="engines tried for one request before its first token, after the first", minimum=0, maximum=16)
     coalesce_s: float = setting(0.02, help="chunks within this time travel as one; the first is never held back", minimum=0.0, maximum=1.0)
 
@@ -46,6 +64,9 @@ class RequestsConfig:
 
     timeout_s: float = setting(600.0, help="deadline of a request whose caller sets none", minimum=0.1, maximum=86_400.0)
     max_prompt_tokens: int = setting(2_000_000, help="longest prompt taken", minimum=1, maximum=2**31 - 1)
+    max_turns: int = setting(
+        8192, help="requests in flight, waiting ones included; further ones are refused", minimum=1, maximum=10_000_000
+    )
     session_waiters: int = setting(8, help="turns of one session that may wait for the one in flight", minimum=0, maximum=1024)
     session_idle_s: float = setting(7200.0, help="a session without turns for this long is forgotten", minimum=1.0, maximum=2_592_000.0)
     max_sessions: int = setting(200_000, help="sessions remembered; the least recently used go first", minimum=1, maximum=100_000_000)

@@ -1,7 +1,11 @@
 """Follows one agent: who its worker is, what is resident there, how busy it is. Feeds Σ and nothing else.
 
-States: connecting -> following -> (lost) -> connecting. While lost the worker is unhealthy and its residency stale; a new epoch or a
-snapshot replaces all that was known, a gap in the sequence starts over (R18).
+    connecting   GetWorker, then the stream; a worker that this mesh cannot use is refused here, and asked again later
+    following    from the first whole snapshot on the worker may be routed to: deltas in sequence, load reports, more snapshots
+    lost         the worker is unhealthy and its residency stale; after a pause, connecting
+
+A new epoch or a snapshot replaces all that was known; a gap in the sequence starts over (R18). A load report says that the engine
+answers its agent, so a worker that turns found unreachable may be tried again (F2).
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from kvc import wire
 from kvc.core import events as ev
 from kvc.core.blocks import unpack_hashes
 from kvc.errors import KvcError, Precondition, Unavailable, from_rpc_error
+from kvc.runtime.config import ConfigError
 from kvc.runtime.logs import event
 from kvc.v1 import admission_pb2
 
@@ -67,12 +72,14 @@ class Follower:
         self._on_load = on_load
         self._ref: WorkerRef | None = None
         self._sequence = 0
-        self._parts: list[int] = []
+        self._whole = False
+        self._parts: list[int] | None = None
 
     async def run(self) -> None:
         """Follows until it is cancelled."""
         failures = 0
         while True:
+            refused = False
             try:
                 await self._follow()
                 problem = "the agent ended the stream"
@@ -80,19 +87,27 @@ class Follower:
                 problem = str(from_rpc_error(error))
             except TimeoutError:
                 problem = f"silent for {self._config.silence_s} s"
+            except Precondition as error:
+                problem, refused = str(error), True
             except KvcError as error:
                 problem = str(error)
+            except ConfigError:
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever one agent sends, the others are followed on
+                event(logger, "follower_fault", level=logging.ERROR, error=error, target=self.target)
+                problem = f"a fault while following: {type(error).__name__}"
             failures = 0 if self.followed.is_set() else failures + 1
-            self._lost(problem)
+            self._lost(problem, refused=refused)
             bound = min(self._config.backoff_cap_s, self._config.backoff_base_s * 2.0 ** min(failures, 16))
             await asyncio.sleep(random.uniform(bound / 4, bound))  # noqa: S311 - spreads reconnects, guards nothing
 
-    def _lost(self, problem: str) -> None:
+    def _lost(self, problem: str, *, refused: bool) -> None:
         if self.followed.is_set() or self.why_not != problem:
-            event(logger, "agent_lost", level=logging.WARNING, target=self.target, problem=problem)
+            name, level = ("agent_refused", logging.ERROR) if refused else ("agent_lost", logging.WARNING)
+            event(logger, name, level=level, target=self.target, problem=problem)
         self.followed.clear()
         self.why_not = problem
-        if self._ref is not None:
+        if self._ref is not None and self._agents.leave(self._ref.worker_id, self.target):
             self._apply(ev.WorkerHealth(self._ref, healthy=False))
             self._apply(ev.ResidencyStale(self._ref))
 
@@ -108,7 +123,7 @@ class Follower:
             while True:
                 async with asyncio.timeout(self._config.silence_s):
                     message = await stream.read()
-                if message is grpc.aio.EOF or not isinstance(message, admission_pb2.WatchResidencyResponse):
+                if not isinstance(message, admission_pb2.WatchResidencyResponse):  # grpc.aio.EOF
                     return
                 self._take(message, info.ref)
         finally:
@@ -124,38 +139,45 @@ class Follower:
             raise Precondition(f"the engine lacks {', '.join(missing)}", reason="ENGINE_CAPABILITY_MISSING")
 
     def _join(self, info: WorkerInfo) -> None:
-        before = self._ref
-        if before is not None and before.worker_id != info.ref.worker_id:
+        self._agents.follow(info, self.target)
+        before, self._ref = self._ref, info.ref
+        self.worker_id = info.ref.worker_id
+        if before is not None and before.worker_id != info.ref.worker_id and self._agents.stub_of(before.worker_id) is None:
             # Another worker answers at this address now (F60): the old one is gone, nothing of it carries over.
             self._apply(ev.WorkerLeft(before.worker_id))
-        self._ref = info.ref
-        self.worker_id = info.ref.worker_id
-        self._agents.learn(info.ref.worker_id, self.target)
         self._apply(ev.WorkerJoined(info))
+        self._apply(ev.WorkerHealth(info.ref, healthy=False))  # until its residency is known
         self._sequence = 0
-        self._parts = []
+        self._whole = False
+        self._parts = None
 
     def _take(self, message: admission_pb2.WatchResidencyResponse, ref: WorkerRef) -> None:
         if wire.ref_from_pb(message.worker) != ref:
             raise Unavailable("another life of the worker answers")
         kind = message.WhichOneof("event")
         if kind == "snapshot":
+            if self._parts is None:
+                self._parts = []
             self._parts += _hashes(message.snapshot.block_hashes)
             if message.snapshot.more:
                 return
+            self._apply(ev.WorkerHealth(ref, healthy=True))
             self._apply(ev.ResidencyReset(ref, tuple(self._parts)))
-            self._parts, self._sequence = [], message.sequence
+            self._parts, self._sequence, self._whole = None, message.sequence, True
             self.why_not = ""
             if not self.followed.is_set():
                 event(logger, "agent_followed", target=self.target, worker_id=ref.worker_id, epoch=ref.epoch)
                 self.followed.set()
         elif kind == "delta":
+            if not self._whole or self._parts is not None:
+                raise Unavailable("a residency delta before the whole snapshot")
             if message.sequence != self._sequence + 1:
                 raise Unavailable(f"residency jumped from {self._sequence} to {message.sequence}")
             self._sequence = message.sequence
             delta = message.delta
             self._apply(ev.ResidencyChanged(ref, tuple(_hashes(delta.stored)), tuple(_hashes(delta.removed)), delta.cleared))
-        elif kind == "load":
+        elif kind == "load" and self._whole:
+            self._apply(ev.WorkerHealth(ref, healthy=True))
             self._load(message.load, ref)
 
     def _load(self, load: types_pb2.WorkerLoad, ref: WorkerRef) -> None:

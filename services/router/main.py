@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import resource
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -11,6 +13,7 @@ from kvc.core.params import params_for
 from kvc.runtime import logs, service
 from kvc.runtime.clock import SystemClock
 from kvc.runtime.config import ConfigError, load
+from kvc.runtime.logs import event
 from kvc.runtime.metrics import process_registry
 from kvc.runtime.server import Server
 from kvc.runtime.telemetry import Telemetry
@@ -29,6 +32,12 @@ if TYPE_CHECKING:
 
     from kvc.runtime.config import Loaded
 
+logger = logging.getLogger(__name__)
+
+ACCOUNT_S = 3.0
+HEALTH_S = 0.1
+FORGET_S = 1.0
+FORGET_AT_MOST = 100
 SERVICE = router_pb2.DESCRIPTOR.services_by_name["RouterService"].full_name
 
 
@@ -82,9 +91,9 @@ async def running_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
         agents = await stack.enter_async_context(Agents(config.agents, telemetry))
         engines = await stack.enter_async_context(HttpEngines(config.engines))
         admission = GrpcAdmission(agents, config.agents.hedge_after_s, clock)
-        janitor = Janitor(admission)
+        janitor = Janitor(admission, clock)
         router = Router(config, admission, engines, clock, janitor, RouterMetrics(registry))
-        registry.register(SigmaCollector(router))
+        registry.register(SigmaCollector(router, janitor))
         stack.callback(router.room.close)
         followers = tuple(
             Follower(target, agents, config.agents, config.params.block_tokens, router.apply, router.loads.__setitem__)
@@ -92,7 +101,7 @@ async def running_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
         )
 
         def problems() -> dict[str, str]:
-            return {follower.worker_id: follower.why_not for follower in followers if follower.worker_id}
+            return {follower.worker_id: follower.why_not for follower in followers if follower.worker_id and follower.why_not}
 
         servicer = RouterServicer(router, clock, problems)
         running: RunningRouter | None = None
@@ -108,13 +117,26 @@ async def running_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(follower.run()) for follower in followers]
             tasks.append(group.create_task(janitor.run()))
-            tasks.append(group.create_task(_watch_health(running)))
+            health = group.create_task(_watch_health(running))
+            tasks.append(group.create_task(_forget_idle(router)))
             try:
                 yield running
             finally:
+                health.cancel()
                 await server.stop(config.grace_s)
+                await _accounted(router, janitor)
                 for task in tasks:
                     task.cancel()
+
+
+async def _accounted(router: Router, janitor: Janitor) -> None:
+    """Waits for the turns that the end of the grace cut off to give back what they held."""
+    try:
+        async with asyncio.timeout(ACCOUNT_S):
+            await router.claims.none()
+            await janitor.drained()
+    except TimeoutError:
+        event(logger, "stopped_early", level=logging.WARNING, requests=len(router.claims), releases=janitor.pending)
 
 
 async def _watch_health(running: RunningRouter) -> None:
@@ -125,7 +147,21 @@ async def _watch_health(running: RunningRouter) -> None:
         if ready is not serving:
             running.server.set_serving(ready)
             serving = ready
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(HEALTH_S)
+
+
+async def _forget_idle(router: Router) -> None:
+    """Closes idle sessions also when no turns come."""
+    while True:
+        await asyncio.sleep(FORGET_S)
+        router.forget_idle(at_most=FORGET_AT_MOST)
+
+
+def _take_all_files() -> None:
+    """Every turn in flight holds one or two connections: the usual soft limit of 1024 files is too few."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def with_profile(loaded: Loaded[RouterConfig]) -> RouterConfig:
@@ -146,6 +182,7 @@ def main(argv: Sequence[str]) -> int:
     """`kvc router`."""
     config = with_profile(load(RouterConfig, argv, prog="kvc router"))
     logs.configure(config.log_level, "router")
+    _take_all_files()
 
     async def serve(stop: asyncio.Event) -> None:
         async with running_router(config):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvc.core import events as ev
@@ -14,20 +14,32 @@ from kvc.core.types import Decision, GaveUp, Mode, Reason
 from kvc.errors import KvcError
 from kvc.runtime.logs import event
 from kvc.runtime.metrics import LATENCY_BUCKETS_S, bound
-from services.router.router import Observer
+from services.router.ports import Observer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from prometheus_client import CollectorRegistry
 
-    from services.router.ports import EngineError
-    from services.router.router import Request, Result, Router
+    from services.router.janitor import Janitor
+    from services.router.ports import EngineError, Request, Result
+    from services.router.router import Router
 
 logger = logging.getLogger(__name__)
 
 _MODES = [mode.value for mode in Mode]
 _ENDS = [end.value for end in ev.End]
+_UNDECIDED = [
+    "CANCELLED",
+    "DEADLINE_EXCEEDED",
+    "EXCEEDS_CAPACITY",
+    "NO_WORKER",
+    "OTHER",
+    "QUEUE_FULL",
+    "REQUEST_IN_FLIGHT",
+    "SESSION_BUSY",
+    "TOO_MANY_TURNS",
+]
 
 
 class RouterMetrics(Observer):
@@ -49,14 +61,16 @@ class RouterMetrics(Observer):
         refusals = Counter("kvc_router_refusals", "Answers of workers that refused, by reason", ["reason"], registry=registry)
         self._refusals = bound(refusals, [reason.value for reason in Reason])
         self._unanswered = Counter("kvc_router_unanswered", "Admit calls without an answer, by gRPC status", ["status"], registry=registry)
-        gave_up = Counter("kvc_router_gave_up", "Dispatches without a decision, by reason", ["why"], registry=registry)
-        self._gave_up = bound(gave_up, ["exceeds-capacity", "no-worker", "queue-full", "deadline"])
+        undecided = Counter(
+            "kvc_router_undecided", "Requests that ended without a turn, by ErrorInfo.reason, or CANCELLED", ["reason"], registry=registry
+        )
+        self._undecided = bound(undecided, _UNDECIDED)
         self._retries = Counter("kvc_router_retries", "Engines replaced before the first token", registry=registry)
         self._cached = Counter("kvc_router_cached_tokens", "Prompt tokens whose KV was reused, as engines report", registry=registry)
         self._prompt = Counter("kvc_router_prompt_tokens", "Prompt tokens of completed turns", registry=registry)
 
-    def decided(self, request: Request, decision: Decision | GaveUp, decide_s: float) -> None:
-        """Counts the answers of workers; logs a dispatch that ends here."""
+    def decided(self, decision: Decision | GaveUp, decide_s: float) -> None:
+        """Counts the answers of workers."""
         self._decide.observe(decide_s)
         if decision.queued_s:
             self._queued.observe(decision.queued_s)
@@ -65,56 +79,10 @@ class RouterMetrics(Observer):
                 self._refusals[probe.reason.value].inc()
             elif probe.error:
                 self._unanswered.labels(probe.error).inc()
-        if isinstance(decision, GaveUp):
-            self._gave_up[decision.why.value].inc()
-            event(
-                logger,
-                "dispatch",
-                level=logging.WARNING,
-                request_id=request.request_id,
-                session_id=request.session_id,
-                end="gave_up",
-                why=decision.why.value,
-                probes=_probes(decision),
-                queued_s=round(decision.queued_s, 4),
-            )
-
-    def ended(self, request: Request, decision: Decision, end: ev.End, result: Result | None, error: BaseException | None) -> None:
-        """Counts and logs one line."""
-        mode = decision.mode.value
-        self._turns[mode][end.value].inc()
-        if result is not None:
-            self._ttft[mode].observe(result.ttft_s)
-            self._latency[mode].observe(result.latency_s)
-            self._mesh.observe(result.mesh_s)
-            self._cached.inc(result.last.cached_tokens)
-            self._prompt.inc(result.last.prompt_tokens)
-        if not logger.isEnabledFor(logging.INFO):
-            return
-        event(
-            logger,
-            "dispatch",
-            request_id=request.request_id,
-            session_id=request.session_id,
-            end=end.value,
-            mode=mode,
-            executor=decision.executor.value,
-            decode=decision.decode.worker_id,
-            prefill=decision.prefill.worker_id if decision.prefill else None,
-            probes=_probes(decision),
-            overlap_blocks=decision.overlap_blocks,
-            input_tokens=request.input_tokens,
-            cached_tokens=result.last.cached_tokens if result else None,
-            completion_tokens=result.last.completion_tokens if result else None,
-            ttft_s=round(result.ttft_s, 4) if result else None,
-            latency_s=round(result.latency_s, 4) if result else None,
-            queued_s=round(decision.queued_s, 4),
-            problem=str(error) if error else None,
-            reason=error.reason if isinstance(error, KvcError) else getattr(error, "reason", None),
-        )
 
     def retried(self, request: Request, decision: Decision, error: EngineError) -> None:
         """Counts and logs the failure that the caller never sees."""
+        self._turns[decision.mode.value][ev.End.FAILED.value].inc()
         self._retries.inc()
         event(
             logger,
@@ -127,15 +95,75 @@ class RouterMetrics(Observer):
             problem=error.message,
         )
 
+    def ended(self, request: Request, decision: Decision | None, end: ev.End, result: Result | None, error: BaseException | None) -> None:
+        """Counts, and writes the request's one line."""
+        reason = error.reason if isinstance(error, KvcError) else "CANCELLED" if end is ev.End.CANCELLED else "INTERNAL" if error else ""
+        if decision is not None:
+            self._turns[decision.mode.value][end.value].inc()
+        else:
+            self._undecided[reason if reason in self._undecided else "OTHER"].inc()
+        if result is not None:
+            self._observe(result)
+        level = logging.WARNING if end is ev.End.FAILED else logging.INFO
+        if logger.isEnabledFor(level):
+            problem = str(error) if isinstance(error, KvcError) else None
+            event(logger, "dispatch", level=level, **_line(request, end, reason, problem), **_turn(decision), **_numbers(result))
+
+    def _observe(self, result: Result) -> None:
+        mode = result.decision.mode.value
+        self._ttft[mode].observe(result.ttft_s)
+        self._latency[mode].observe(result.latency_s)
+        self._mesh.observe(result.mesh_s)
+        self._cached.inc(result.last.cached_tokens)
+        self._prompt.inc(result.last.prompt_tokens)
+
+
+def _line(request: Request, end: ev.End, reason: str, problem: str | None) -> dict[str, Any]:
+    return {
+        "request_id": request.request_id,
+        "session_id": request.session_id,
+        "end": end.value,
+        "reason": reason or None,
+        "problem": problem,
+        "input_tokens": request.input_tokens,
+    }
+
+
+def _turn(decision: Decision | None) -> dict[str, Any]:
+    if decision is None:
+        return {}
+    return {
+        "mode": decision.mode.value,
+        "executor": decision.executor.value,
+        "decode": decision.decode.worker_id,
+        "prefill": decision.prefill.worker_id if decision.prefill else None,
+        "probes": _probes(decision),
+        "overlap_blocks": decision.overlap_blocks,
+        "queued_s": round(decision.queued_s, 4),
+    }
+
+
+def _numbers(result: Result | None) -> dict[str, Any]:
+    if result is None:
+        return {}
+    return {
+        "finish_reason": result.last.finish_reason,
+        "cached_tokens": result.last.cached_tokens,
+        "completion_tokens": result.last.completion_tokens,
+        "ttft_s": round(result.ttft_s, 4),
+        "latency_s": round(result.latency_s, 4),
+    }
+
 
 class SigmaCollector(Collector):
     """Σ as gauges, read when Prometheus asks."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, janitor: Janitor) -> None:
         """Reads `router`'s Σ."""
         self._router = router
+        self._janitor = janitor
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         """Gauges by worker, and totals."""
         rows = {
             "inflight": "inflight[d]",
@@ -154,6 +182,9 @@ class SigmaCollector(Collector):
             families["residency_fresh"].add_metric(labels, 1 if worker.fresh else 0)
         yield from families.values()
         yield GaugeMetricFamily("kvc_router_sessions", "Sessions in sigma", value=len(self._router.sigma.sessions))
+        yield GaugeMetricFamily("kvc_router_requests", "Requests in flight, waiting ones included", value=len(self._router.claims))
+        yield GaugeMetricFamily("kvc_router_releases", "Tickets to give back, late answers included", value=self._janitor.pending)
+        yield CounterMetricFamily("kvc_router_releases_dropped", "Tickets left to expire: too many", value=self._janitor.dropped)
         yield GaugeMetricFamily("kvc_router_waiting", "Turns waiting for room", value=len(self._router.room))
         yield GaugeMetricFamily("kvc_router_longest_wait_seconds", "Longest wait for room so far", value=self._router.room.longest_wait_s)
         yield GaugeMetricFamily("kvc_router_chain_bytes", "Bytes of session chains", value=self._router.sigma.forest.held_bytes)

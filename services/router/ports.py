@@ -1,15 +1,16 @@
-"""What the router needs of the world. Fakes are plain classes; metrics and tracing wrap these."""
+"""What the router needs of the world, and the values that pass between it and its callers. Fakes are plain classes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from kvc.core.dispatch import Admitted, Ask, Refused, Unreachable
-    from kvc.core.types import Attempt, WorkerRef
+    from kvc.core.events import End
+    from kvc.core.types import Attempt, Decision, GaveUp, WorkerRef
 
 
 class AdmissionPort(Protocol):
@@ -105,3 +106,55 @@ class EnginePort(Protocol):
     async def prefill(self, call: EngineCall) -> None:
         """Runs a prefill worker's part of a turn to its end; the reply is dropped. Raises EngineError."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A validated Dispatch request. `deadline_s` is by the router's clock."""
+
+    request_id: str
+    session_id: str
+    tokens: bytes
+    text: str | None
+    input_tokens: int
+    max_new_tokens: int
+    temperature: float
+    deadline_s: float
+    close_session: bool = False
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The decision that brought the first chunk. `decide_s`: from receipt until the engines were asked, waiting included."""
+
+    decision: Decision
+    decide_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The end of a turn. Times in seconds; `mesh_s`: before the engines were asked, not spent waiting for room or another turn."""
+
+    last: EngineChunk
+    decision: Decision
+    decide_s: float
+    ttft_s: float
+    latency_s: float
+    mesh_s: float
+
+
+Output: TypeAlias = "Started | EngineChunk | Result"
+
+
+class Observer:
+    """What metrics and logs see; every method may be overridden."""
+
+    def decided(self, decision: Decision | GaveUp, decide_s: float) -> None:
+        """Algorithm 3 returned; once an attempt."""
+
+    def retried(self, request: Request, decision: Decision, error: EngineError) -> None:
+        """A worker failed before the first token; the request is decided anew."""
+
+    def ended(self, request: Request, decision: Decision | None, end: End, result: Result | None, error: BaseException | None) -> None:
+        """A request ended; once a request. `decision` is None when it ended without one in force, `error` when it failed or was left."""

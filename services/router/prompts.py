@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING
 
+from kvc.checks import MAX_HASHES_BYTES
 from kvc.core.blocks import TOKEN_BYTES, PrefixDigests, hash_chain, pack_tokens, unpack_hashes
 from kvc.engine.tokens import encode_text
 from kvc.errors import InvalidField, TooLarge
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from kvc.v1 import router_pb2
 
 MAX_TOKEN_ID = 2**31 - 1
-MAX_HASH_BYTES = 8 * 1024 * 1024 + 64
 
 
 def tokens_of(request: router_pb2.DispatchRequest | router_pb2.RouteRequest, max_tokens: int) -> bytes:
@@ -26,42 +26,49 @@ def tokens_of(request: router_pb2.DispatchRequest | router_pb2.RouteRequest, max
     """
     kind = request.WhichOneof("prompt")
     if kind == "input_ids":
-        ids = request.input_ids.ids
-        packed = _pack(ids)
+        _bounded(len(request.input_ids.ids), max_tokens, kind)
+        packed = pack_tokens(request.input_ids.ids[:])
+        if not _ids_in_range(packed):
+            raise InvalidField(f"token ids must be at most {MAX_TOKEN_ID}", field="input_ids.ids")
     elif kind == "packed_input_ids":
         packed = request.packed_input_ids
         if len(packed) % TOKEN_BYTES:
             raise InvalidField(f"{len(packed)} bytes is no multiple of {TOKEN_BYTES}", field="packed_input_ids")
-        if not packed[TOKEN_BYTES - 1 :: TOKEN_BYTES].isascii():  # a top byte above 0x7F: an id above 2^31 - 1
+        _bounded(len(packed) // TOKEN_BYTES, max_tokens, kind)
+        if not _ids_in_range(packed):
             raise InvalidField(f"token ids must be at most {MAX_TOKEN_ID}", field="packed_input_ids")
     elif kind == "text":
+        _bounded(len(request.text), max_tokens, kind)  # a character is at least one token
         packed = encode_text(request.text)
+        _bounded(len(packed) // TOKEN_BYTES, max_tokens, kind)
     else:
         raise InvalidField("one of input_ids, text or packed_input_ids is needed", field="prompt")
     if not packed:
-        raise InvalidField("must not be empty", field=str(kind))
-    if len(packed) // TOKEN_BYTES > max_tokens:
-        raise TooLarge(f"{len(packed) // TOKEN_BYTES} tokens are more than the {max_tokens} that are taken", field=str(kind))
+        raise InvalidField("must not be empty", field=kind)
     return packed
 
 
-def _pack(ids: object) -> bytes:
-    values = list(ids)  # type: ignore[call-overload]  # a repeated scalar field
-    if values and max(values) > MAX_TOKEN_ID:
-        raise InvalidField(f"ids must be at most {MAX_TOKEN_ID}", field="input_ids.ids")
-    return pack_tokens(values)
+def _bounded(tokens: int, max_tokens: int, field: str) -> None:
+    if tokens > max_tokens:
+        raise TooLarge(f"at least {tokens} tokens are more than the {max_tokens} that are taken", field=field)
+
+
+def _ids_in_range(packed: bytes) -> bool:
+    """True when no id is above MAX_TOKEN_ID: its top byte would be above 0x7F."""
+    return packed[TOKEN_BYTES - 1 :: TOKEN_BYTES].isascii()
 
 
 def hashes_of(packed: bytes) -> Chain:
     """A chain given as block hashes.
 
     Raises:
-        InvalidField: not a multiple of 8 bytes, empty, or more than 1,048,584 blocks.
+        InvalidField: empty, or not a multiple of 8 bytes.
+        TooLarge: more than MAX_HASHES_BYTES.
     """
     if not packed:
         raise InvalidField("must not be empty", field="block_hashes")
-    if len(packed) > MAX_HASH_BYTES:
-        raise TooLarge(f"{len(packed)} bytes are more than {MAX_HASH_BYTES}", field="block_hashes")
+    if len(packed) > MAX_HASHES_BYTES:
+        raise TooLarge(f"{len(packed)} bytes are more than {MAX_HASHES_BYTES}", field="block_hashes")
     try:
         return unpack_hashes(packed)
     except ValueError as error:
@@ -80,6 +87,11 @@ class Chains:
         """Sets the seed; another one forgets every session."""
         if self._digests is None or self._digests.seed != seed:
             self._digests = PrefixDigests(self._block_tokens, seed)
+
+    @property
+    def seeded(self) -> bool:
+        """True once a worker is known."""
+        return self._digests is not None
 
     def chain(self, session_id: str, tokens: bytes, previous: Chain | None) -> Chain:
         """The chain of a session's prompt; empty while no worker is known."""

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from services.router.ports import EnginePort
 
 MAX_ROOM = 2**63 - 1
+CAUSE_WAIT_S = 0.05
+"""How long a decode worker's failure waits for the prefill worker's own words about it."""
+LINGER_S = 0.5
+"""How long a prefill worker may take to finish its reply after the decode worker is done: cutting it off would look like an abort."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +74,11 @@ class Runner:
         bootstrap = (prefill.bootstrap_host, prefill.bootstrap_port, secrets.randbelow(MAX_ROOM))
         half = asyncio.create_task(self._engines.prefill(self._call(job, decision, prefill, bootstrap)))
         try:
-            async with aclosing(self._engines.generate(self._call(job, decision, decode, bootstrap))) as chunks:
-                async for chunk in _joined(chunks, half, on_prefilled):
+            async with (
+                aclosing(self._engines.generate(self._call(job, decision, decode, bootstrap))) as chunks,
+                aclosing(_joined(chunks, half, on_prefilled)) as joined,
+            ):
+                async for chunk in joined:
                     yield chunk
         finally:
             half.cancel()
@@ -102,15 +109,17 @@ async def _joined(
         while not half.done():
             following = following or asyncio.ensure_future(anext(chunks))
             await asyncio.wait({following, half}, return_when=asyncio.FIRST_COMPLETED)
-            if following.done():
-                try:
-                    chunk = following.result()
-                except StopAsyncIteration:
-                    return
-                except EngineError as error:
-                    raise await _cause(error, half) from error
-                following = None
-                yield chunk
+            if half.done() or not following.done():
+                break
+            try:
+                chunk = following.result()
+            except StopAsyncIteration:
+                await asyncio.wait({half}, timeout=LINGER_S)
+                return
+            except EngineError as error:
+                raise await _cause(error, half) from error
+            following = None
+            yield chunk
         _check(half)
         on_prefilled()
         if following is not None:
@@ -130,21 +139,29 @@ async def _joined(
 
 async def _cause(error: EngineError, half: asyncio.Task[None]) -> EngineError:
     """When the decode worker fails because the prefill worker did, the prefill worker's own words are the better reason."""
-    await asyncio.wait({half}, timeout=0.05)
-    if half.done() and not half.cancelled() and isinstance(half.exception(), EngineError):
-        return _as_prefill(half.exception())
-    return error
+    await asyncio.wait({half}, timeout=CAUSE_WAIT_S)
+    failure = _failure(half) if half.done() else None
+    return failure or error
 
 
 def _check(half: asyncio.Task[None]) -> None:
+    failure = _failure(half)
+    if failure is not None:
+        raise failure
+
+
+def _failure(half: asyncio.Task[None]) -> PrefillFailedError | None:
+    """What a prefill half that is done failed of."""
+    if half.cancelled():  # by nobody here: the connection pool was closed under it
+        return PrefillFailedError(0, "prefill-failed", "the call was cut off")
     error = half.exception()
-    if error is not None:
-        raise _as_prefill(error) from error
-
-
-def _as_prefill(error: BaseException | None) -> PrefillFailedError:
+    if error is None:
+        return None
     if isinstance(error, EngineError):
-        return PrefillFailedError(
+        failure = PrefillFailedError(
             error.status, error.reason, error.message, gone=error.gone, field=error.field, retry_after_s=error.retry_after_s
         )
-    return PrefillFailedError(0, "prefill-failed", f"{type(error).__name__}: {error}")
+    else:
+        failure = PrefillFailedError(0, "prefill-failed", f"{type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from contextlib import aclosing
 from typing import TYPE_CHECKING
@@ -11,25 +10,25 @@ from kvc import checks, wire
 from kvc.core import events as ev
 from kvc.core.blocks import resident_blocks
 from kvc.core.route import explain, route
-from kvc.core.types import Decision
 from kvc.errors import InvalidField, NotFound
 from kvc.runtime.telemetry import traceparent
 from kvc.v1 import router_pb2, router_pb2_grpc
 from services.router import prompts
-from services.router.ports import EngineChunk
-from services.router.router import Request
+from services.router.ports import EngineChunk, Request, Started
+from services.router.relay import batches
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable
+    from collections.abc import AsyncGenerator, Callable, Iterator
 
     import grpc.aio
 
     from kvc.core.blocks import Chain
-    from kvc.core.route import Candidate
     from kvc.core.members import WorkerState
+    from kvc.core.route import Candidate
     from kvc.core.types import Turn
     from kvc.runtime.clock import Clock
-    from services.router.router import Output, Result, Router
+    from services.router.ports import Output, Result
+    from services.router.router import Router
 
 MAX_NEW_TOKENS = 1_048_576
 DEFAULT_NEW_TOKENS = 128
@@ -45,7 +44,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         Args:
             router: the router.
             clock: the router's clock.
-            problems: why agents are not followed, by target.
+            problems: why the agents of workers are not followed, by worker.
         """
         self._router = router
         self._clock = clock
@@ -83,13 +82,13 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self,
         request: router_pb2.DispatchRequest,
         context: grpc.aio.ServicerContext[router_pb2.DispatchRequest, router_pb2.DispatchResponse],
-    ) -> AsyncIterator[router_pb2.DispatchResponse]:
+    ) -> AsyncGenerator[router_pb2.DispatchResponse, None]:
         """Algorithm 3, streamed; chunks are coalesced after the first."""
-        started = time.monotonic()
-        job = self._request(request, context.time_remaining())
-        async with aclosing(self._router.dispatch(job)) as outputs:
-            async for response in _relayed(outputs, self._router.config.engines.coalesce_s, started):
-                yield response
+        outputs = self._router.dispatch(self._request(request, context.time_remaining()))
+        async with aclosing(batches(outputs, self._router.config.engines.coalesce_s)) as told:
+            async for batch in told:
+                for response in _responses(batch):
+                    yield response
 
     def _request(self, pb: router_pb2.DispatchRequest, remaining_s: float | None) -> Request:
         limits = self._router.config.requests
@@ -154,7 +153,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     def _status(self, worker: WorkerState) -> router_pb2.WorkerStatus:
         info = wire.worker_info_to_pb(worker.info)
         info.draining = worker.draining or worker.info.draining
-        problem = self._problems().get(worker.ref.worker_id, "")
+        problem = self._problems().get(worker.ref.worker_id, "") if worker.why_not else ""
         return router_pb2.WorkerStatus(
             info=info,
             load=self._router.loads.get(worker.ref.worker_id),
@@ -182,38 +181,25 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         return router_pb2.DrainWorkerResponse(inflight=worker.inflight)
 
 
-async def _relayed(
-    outputs: AsyncGenerator[Output, None], coalesce_s: float, started_s: float
-) -> AsyncIterator[router_pb2.DispatchResponse]:
-    """Outputs as messages: the first chunk at once, later ones together when they come within `coalesce_s`.
-
-    Engines emit at their own pace, so a chunk is held only until the next one comes, never by a timer.
-    """
-    pending: router_pb2.Chunk | None = None
-    sent_s = 0.0
-    async for output in outputs:
-        now_s = time.monotonic()
-        if isinstance(output, Decision):
-            yield router_pb2.DispatchResponse(decision=wire.decision_to_pb(output, decide_s=now_s - started_s))
-        elif isinstance(output, EngineChunk):
-            pending = _appended(pending, output)
-            if pending is not None and now_s - sent_s >= coalesce_s:
-                yield router_pb2.DispatchResponse(chunk=pending)
-                pending, sent_s = None, now_s
+def _responses(batch: list[Output]) -> Iterator[router_pb2.DispatchResponse]:
+    """One message for the decision, one for all chunks, one for the end."""
+    chunk: router_pb2.Chunk | None = None
+    for output in batch:
+        if isinstance(output, EngineChunk):
+            if output.output_ids or output.text:
+                chunk = chunk or router_pb2.Chunk()
+                chunk.output_ids.extend(output.output_ids)
+                chunk.text += output.text
+            continue
+        if chunk is not None:
+            yield router_pb2.DispatchResponse(chunk=chunk)
+            chunk = None
+        if isinstance(output, Started):
+            yield router_pb2.DispatchResponse(decision=wire.decision_to_pb(output.decision, decide_s=output.decide_s))
         else:
-            if pending is not None:
-                yield router_pb2.DispatchResponse(chunk=pending)
             yield router_pb2.DispatchResponse(finished=_finished_pb(output))
-
-
-def _appended(pending: router_pb2.Chunk | None, chunk: EngineChunk) -> router_pb2.Chunk | None:
-    if not chunk.output_ids and not chunk.text:
-        return pending
-    if pending is None:
-        return router_pb2.Chunk(output_ids=chunk.output_ids, text=chunk.text)
-    pending.output_ids.extend(chunk.output_ids)
-    pending.text += chunk.text
-    return pending
+    if chunk is not None:
+        yield router_pb2.DispatchResponse(chunk=chunk)
 
 
 def _finished_pb(result: Result) -> router_pb2.Finished:
@@ -228,7 +214,7 @@ def _finished_pb(result: Result) -> router_pb2.Finished:
         engine_ttft_s=last.engine_ttft_s,
         engine_latency_s=last.engine_latency_s,
         mesh_s=result.mesh_s,
-        decision=wire.decision_to_pb(result.decision),
+        decision=wire.decision_to_pb(result.decision, decide_s=result.decide_s),
     )
 
 

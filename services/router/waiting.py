@@ -1,6 +1,6 @@
 """Turns that wait: for room on any worker (R28), and for the previous turn of their own session (R21).
 
-RoomQueue     bounded; a place is fixed at arrival (kvc.core.queue); `notify` lets the first ready turn try again
+RoomQueue     bounded; a place is fixed at the first wait (kvc.core.queue); `notify` lets the first ready turn try again
 SessionGate   one turn of a session in flight; the next ones wait in order of arrival, a bounded number of them
 """
 
@@ -10,7 +10,7 @@ import asyncio
 import random
 from collections import deque
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvc.core.dispatch import Resumed
 from kvc.core.queue import WaitQueue
@@ -25,65 +25,86 @@ if TYPE_CHECKING:
 Why = Literal["room", "waited", "full", "deadline"]
 
 
+class _Waiter(NamedTuple):
+    woken: asyncio.Future[None]
+    ready_s: float
+    prefill_tokens: int
+
+
 class RoomQueue:
-    """Turns that every worker refused. Lives on one event loop."""
+    """Turns that every worker refused. Lives on one event loop.
+
+    A turn that was woken keeps its claim on a place until `leave`: when it is refused again it comes back to where it was, and no
+    newcomer can have taken its place meanwhile.
+    """
 
     def __init__(self, limit: int, ageing_tokens_per_s: float, clock: Clock) -> None:
         """Starts empty; limits as in kvc.core.params."""
-        self._queue = WaitQueue(limit, ageing_tokens_per_s)
-        self._clock = clock
-        self._waiting: dict[str, tuple[asyncio.Future[Why], float, WaitForRoom, float]] = {}
-        self._timer: asyncio.TimerHandle | None = None
+        self.limit = limit
         self.longest_wait_s = 0.0
+        self._queue = WaitQueue(max(1, limit), ageing_tokens_per_s)
+        self._clock = clock
+        self._claims: dict[str, float] = {}
+        self._waiting: dict[str, _Waiter] = {}
+        self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         """Turns waiting."""
         return len(self._waiting)
 
-    async def wait(self, name: str, effect: WaitForRoom, arrival_s: float, deadline_s: float) -> Resumed:
-        """Waits for a chance to be asked for again.
+    async def wait(self, name: str, effect: WaitForRoom, deadline_s: float) -> Resumed:
+        """Waits for a chance to ask for admission again.
 
         Args:
-            name: names the turn.
+            name: names the turn; one wait a name at a time.
             effect: how to wait.
-            arrival_s: when the turn first waited, by the clock: keeps its place.
             deadline_s: end of the request, by the clock.
         """
-        start = self._clock.now_s()
-        if not self._queue.push(name, effect.prefill_tokens, arrival_s):
+        start_s = self._clock.now_s()
+        if name not in self._claims and len(self._claims) >= self.limit:
             return Resumed("full")
-        ready_s = start + effect.at_least_s + random.uniform(0.0, effect.jitter_s)  # noqa: S311 - spreads retries, guards nothing
-        future: asyncio.Future[Why] = asyncio.get_running_loop().create_future()
-        self._waiting[name] = (future, ready_s, effect, arrival_s)
-        until = min(start + effect.at_most_s, deadline_s)
+        first_s = self._claims.setdefault(name, start_s)
+        self._queue.push(name, effect.prefill_tokens, first_s)
+        ready_s = start_s + effect.at_least_s + random.uniform(0.0, effect.jitter_s)  # noqa: S311 - spreads retries, guards nothing
+        waiter = _Waiter(asyncio.get_running_loop().create_future(), ready_s, effect.prefill_tokens)
+        self._waiting[name] = waiter
+        left_s = deadline_s - start_s
+        why: Why = "deadline" if left_s <= effect.at_most_s else "waited"
         try:
-            async with asyncio.timeout(max(0.0, until - start)):
-                why = await future
+            async with asyncio.timeout(max(0.0, min(left_s, effect.at_most_s))):
+                await waiter.woken
+            why = "room"
         except TimeoutError:
-            why = "deadline" if self._clock.now_s() >= deadline_s else "waited"
+            pass
         finally:
-            self._waiting.pop(name, None)
+            del self._waiting[name]
             self._queue.remove(name)
-        waited = self._clock.now_s() - start
-        self.longest_wait_s = max(self.longest_wait_s, self._clock.now_s() - arrival_s)
-        return Resumed(why, waited)
+            if why != "room" and waiter.woken.done() and not waiter.woken.cancelled():
+                self.notify()  # woken in the moment it gave up: the chance is the next one's
+        now_s = self._clock.now_s()
+        self.longest_wait_s = max(self.longest_wait_s, now_s - first_s)
+        return Resumed(why, now_s - start_s)
+
+    def leave(self, name: str) -> None:
+        """The turn needs no place any more; one that never waited is fine."""
+        self._claims.pop(name, None)
 
     def notify(self) -> None:
         """Room may be there: resumes the first turn whose pause is over; when none is ready yet, looks again as soon as one is."""
-        now = self._clock.now_s()
+        now_s = self._clock.now_s()
         early: list[str] = []
-        while (name := self._queue.pop()) is not None:
-            future, ready_s, _, _ = self._waiting[name]
-            if ready_s > now:
+        woken = False
+        while not woken and (name := self._queue.pop()) is not None:
+            waiter = self._waiting[name]
+            if waiter.ready_s > now_s:
                 early.append(name)
-            elif not future.done():
-                future.set_result("room")
-                break
-        for waiting in early:
-            _, _, effect, arrival_s = self._waiting[waiting]
-            self._queue.push(waiting, effect.prefill_tokens, arrival_s)
-        if early and name is None:
-            self._look_again(min(self._waiting[waiting][1] for waiting in early) - now)
+            elif not waiter.woken.done():
+                waiter.woken.set_result(None)
+                woken = True
+        for name in early:
+            self._queue.push(name, self._waiting[name].prefill_tokens, self._claims[name])
+        if early and not woken:
+            self._look_again(min(self._waiting[name].ready_s for name in early) - now_s)
 
     def _look_again(self, delay_s: float) -> None:
         if self._timer is not None:
@@ -104,6 +125,10 @@ class SessionGate:
         self._waiters = waiters
         self._clock = clock
         self._busy: dict[str, deque[asyncio.Future[None]]] = {}
+
+    def __len__(self) -> int:
+        """Sessions with a turn in flight."""
+        return len(self._busy)
 
     def busy(self, session_id: str) -> bool:
         """True while a turn of the session is in flight."""
@@ -129,31 +154,33 @@ class SessionGate:
             self._busy[session_id] = deque()
             return
         if len(queue) >= self._waiters:
-            raise SessionBusy(f"{len(queue)} turns of the session wait for the one in flight", field="session_id", retry_after_s=0.1)
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        queue.append(future)
+            raise SessionBusy(f"a turn of the session is in flight and {len(queue)} wait for it", field="session_id", retry_after_s=0.1)
+        handed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        queue.append(handed)
         try:
             async with asyncio.timeout(max(0.0, deadline_s - self._clock.now_s())):
-                await future
+                await handed
         except TimeoutError:
-            self._abandon(session_id, future)
+            self._abandon(session_id, handed)
             raise DeadlineExceeded("the session's previous turn did not end in time", field="session_id") from None
         except asyncio.CancelledError:
-            self._abandon(session_id, future)
+            self._abandon(session_id, handed)
             raise
 
-    def _abandon(self, session_id: str, future: asyncio.Future[None]) -> None:
+    def _abandon(self, session_id: str, handed: asyncio.Future[None]) -> None:
         """A waiter gives up; when the session was handed to it in the same moment, it is handed on."""
-        if future.done() and not future.cancelled():
+        if handed.done() and not handed.cancelled():
             self._leave(session_id)
-        elif future in self._busy[session_id]:
-            self._busy[session_id].remove(future)
+            return
+        queue = self._busy.get(session_id)  # gone when the turn in flight ended in this very moment
+        if queue is not None and handed in queue:
+            queue.remove(handed)
 
     def _leave(self, session_id: str) -> None:
         queue = self._busy[session_id]
         while queue:
-            future = queue.popleft()
-            if not future.done():
-                future.set_result(None)
+            handed = queue.popleft()
+            if not handed.done():
+                handed.set_result(None)
                 return
         del self._busy[session_id]

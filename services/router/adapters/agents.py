@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import grpc
 import grpc.aio
 
 from kvc import wire
 from kvc.core.dispatch import Admitted, Refused, Unreachable
-from kvc.core.types import Admission
-from kvc.errors import KvcError
+from kvc.core.types import Admission, WorkerInfo
+from kvc.errors import KvcError, Precondition
 from kvc.runtime.channel import channel
 from kvc.v1 import admission_pb2, admission_pb2_grpc
 
@@ -26,8 +26,13 @@ RELEASE_TIMEOUT_S = 1.0
 _MARGIN_S = 0.005
 
 
+class _Followed(NamedTuple):
+    target: str
+    info: WorkerInfo
+
+
 class Agents:
-    """Channels by target, and which target answers for which worker. Use as an async context manager."""
+    """Channels by target, and which agent is followed for which worker. Use as an async context manager."""
 
     def __init__(self, config: AgentsConfig, telemetry: Telemetry | None = None) -> None:
         """Opens nothing yet."""
@@ -35,10 +40,16 @@ class Agents:
         self._telemetry = telemetry
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._stubs: dict[str, admission_pb2_grpc.AdmissionServiceAsyncStub] = {}
-        self._target_of: dict[str, str] = {}
+        self._followed: dict[str, _Followed] = {}
 
     async def __aenter__(self) -> Self:
-        """Nothing to open: channels connect when they are used."""
+        """Makes the channels of all agents; they connect when they are used.
+
+        Raises:
+            ConfigError: a TLS file cannot be read.
+        """
+        for target in self._config.targets:
+            self.stub(target)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -61,14 +72,35 @@ class Agents:
             self._stubs[target] = admission_pb2_grpc.AdmissionServiceStub(self._channels[target])
         return self._stubs[target]
 
-    def learn(self, worker_id: str, target: str) -> None:
-        """The agent at `target` answers for the worker."""
-        self._target_of[worker_id] = target
+    def follow(self, info: WorkerInfo, target: str) -> None:
+        """From now on the agent at `target` answers for the worker. Mutates.
+
+        Raises:
+            Precondition: the worker cannot be one of this mesh: another agent answers for its name, or it serves another model.
+        """
+        mine = self._followed.get(info.ref.worker_id)
+        if mine is not None and mine.target != target:
+            raise Precondition(f"the agent at {mine.target} answers for worker {info.ref.worker_id} already", reason="WORKER_ID_TAKEN")
+        other = next((one.info for one in self._followed.values() if one.target != target and one.info.hash_seed != info.hash_seed), None)
+        if other is not None:
+            raise Precondition(
+                f"the worker serves another model: {info.model!r} here, {other.model!r} on worker {other.ref.worker_id}",
+                reason="OTHER_MODEL",
+            )
+        self._followed[info.ref.worker_id] = _Followed(target, info)
+
+    def leave(self, worker_id: str, target: str) -> bool:
+        """The agent at `target` answers for the worker no more; False when it did not before. Mutates."""
+        mine = self._followed.get(worker_id)
+        if mine is None or mine.target != target:
+            return False
+        del self._followed[worker_id]
+        return True
 
     def stub_of(self, worker_id: str) -> admission_pb2_grpc.AdmissionServiceAsyncStub | None:
-        """The stub of the worker's agent; None when no agent has said that it is its own."""
-        target = self._target_of.get(worker_id)
-        return self.stub(target) if target is not None else None
+        """The stub of the worker's agent; None when none is followed."""
+        mine = self._followed.get(worker_id)
+        return self.stub(mine.target) if mine is not None else None
 
 
 class GrpcAdmission:
@@ -90,13 +122,16 @@ class GrpcAdmission:
         try:
             response = await self._answer(stub, request, timeout_s)
             outcome = wire.outcome_from_pb(response)
-            facts = wire.facts_from_pb(response.facts)
+            facts = wire.facts_from_pb(response.facts) if response.HasField("facts") else None
+            answered = wire.ref_from_pb(response.worker)
         except grpc.aio.AioRpcError as error:
             return Unreachable(error.code().name, error.code() is grpc.StatusCode.UNAVAILABLE, self._clock.now_s() - start_s)
         except KvcError as error:
             return Unreachable(error.code, gone=False, elapsed_s=self._clock.now_s() - start_s)
         elapsed_s = self._clock.now_s() - start_s
         if isinstance(outcome, Admission):
+            if answered != ask.worker or facts is None:  # a ticket of another worker or life (F60): useless here, and void there soon
+                return Unreachable("STALE_EPOCH", gone=False, elapsed_s=elapsed_s)
             return Admitted(outcome, facts, elapsed_s)
         return Refused(outcome, facts, elapsed_s)
 

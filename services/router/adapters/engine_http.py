@@ -1,11 +1,16 @@
-"""Engines over HTTP: SGLang's /generate, streamed as server-sent events."""
+"""Engines over HTTP: SGLang's /generate, streamed as server-sent events.
+
+Engines must stream what is new in each event (SGLang: incremental streaming), not the output so far.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import math
 from array import array
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Self
+from contextlib import aclosing, asynccontextmanager
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import aiohttp
 import msgspec
@@ -18,25 +23,36 @@ if TYPE_CHECKING:
     from services.router.config import EnginesConfig
 
 MAX_EVENT_BYTES = 8 * 1024 * 1024
+MAX_ERROR_BYTES = 1 << 16
+DRAIN_S = 1.0
+"""How long the rest of a reply, or the body of an error, may take."""
+KEEP_ALIVE_S = 4.0
+"""Idle connections are given up before engines do it (5 s in uvicorn): a request must not meet a connection that is just being closed."""
 _DONE = b"[DONE]"
+_OUT_OF_FILES = frozenset({errno.EMFILE, errno.ENFILE})
+
+U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0.0)]
 
 
 class _FinishReason(msgspec.Struct):
     type: str = ""
+    message: str = ""
+    status_code: int | None = None
 
 
 class _Meta(msgspec.Struct):
     finish_reason: _FinishReason | None = None
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    kvc_ttft_s: float = 0.0
-    kvc_latency_s: float = 0.0
+    prompt_tokens: U32 = 0
+    completion_tokens: U32 = 0
+    cached_tokens: U32 = 0
+    kvc_ttft_s: Seconds = 0.0
+    kvc_latency_s: Seconds = 0.0
 
 
 class _Reply(msgspec.Struct):
     text: str = ""
-    output_ids: list[int] = msgspec.field(default_factory=list)
+    output_ids: list[U32] = msgspec.field(default_factory=list)
     meta_info: _Meta = msgspec.field(default_factory=_Meta)
     error: Any = None
 
@@ -46,7 +62,11 @@ _encode = msgspec.json.Encoder().encode
 
 
 class HttpEngines:
-    """EnginePort over one connection pool. Use as an async context manager."""
+    """EnginePort over one connection pool. Use as an async context manager.
+
+    The pool has no bound of its own: a turn holds up to two connections, and turns that hold one while they wait for another would
+    wait for ever. The router bounds turns instead (`requests.max_turns`).
+    """
 
     def __init__(self, config: EnginesConfig) -> None:
         """Opens nothing yet."""
@@ -56,8 +76,9 @@ class HttpEngines:
     async def __aenter__(self) -> Self:
         """Opens the pool."""
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=self._config.connections, limit_per_host=0),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._config.connect_timeout_s),
+            cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             read_bufsize=1 << 18,
         )
@@ -71,22 +92,27 @@ class HttpEngines:
     async def generate(self, call: EngineCall) -> AsyncGenerator[EngineChunk, None]:
         """Streams a turn. Closing the iterator closes the connection, which makes the engine abort the request."""
         finished = False
-        async with self._post(call, stream=True) as response:
-            async for payload in _events(response):
-                chunk = _chunk(_decode_reply(payload))
-                finished = finished or bool(chunk.finish_reason)
-                yield chunk
+        async with self._post(call, stream=True) as response, aclosing(_events(response)) as payloads:
+            try:
+                async for payload in payloads:
+                    chunk = _chunk(_decode_reply(payload))
+                    finished = finished or bool(chunk.finish_reason)
+                    yield chunk
+            except EngineError:
+                if not finished:  # what happens to the connection after the last token is no fault of the turn
+                    raise
         if not finished:
-            raise EngineError(0, "stream-truncated", "the engine closed the stream before the end of the turn", gone=True)
+            raise EngineError(0, "stream-truncated", "the engine closed the stream before the end of the turn")
 
     async def prefill(self, call: EngineCall) -> None:
-        """Runs the prefill half of a turn; what the engine answers is dropped once its status is known."""
+        """Runs the prefill half of a turn; of the answer only its failure is of interest."""
         async with self._post(call, stream=False) as response:
             try:
-                async for _ in response.content.iter_chunked(1 << 16):
-                    pass
+                raw = await _read(response, MAX_EVENT_BYTES)
             except (aiohttp.ClientError, ConnectionError) as error:
                 raise EngineError(0, "connection-lost", str(error), gone=True) from error
+            if _chunk(_decode_reply(raw)).finish_reason == "abort":
+                raise EngineError(0, "prefill-aborted", "the prefill engine aborted its half of the turn")
 
     @asynccontextmanager
     async def _post(self, call: EngineCall, *, stream: bool) -> AsyncIterator[aiohttp.ClientResponse]:
@@ -94,9 +120,12 @@ class HttpEngines:
         headers = {"content-type": "application/json"}
         if call.traceparent:
             headers["traceparent"] = call.traceparent
+        url = call.url.rstrip("/") + "/generate"
         try:
-            response = await self._session.post(call.url + "/generate", data=_body(call, stream=stream), headers=headers)
+            response = await self._session.post(url, data=_body(call, stream=stream), headers=headers, allow_redirects=False)
         except aiohttp.ClientConnectorError as error:
+            if error.errno in _OUT_OF_FILES:
+                raise EngineError(503, "router-out-of-files", "the router has no file descriptor left for a connection") from error
             raise EngineError(0, "connection-refused", str(error), gone=True) from error
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
             raise EngineError(0, "connection-lost", str(error) or type(error).__name__, gone=True) from error
@@ -130,7 +159,7 @@ def _body(call: EngineCall, *, stream: bool) -> bytes:
     return _encode(body)
 
 
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
     """Payloads of `data:` lines until [DONE] or the end."""
     buffer = b""
     try:
@@ -142,39 +171,59 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
                     continue
                 payload = line[5:].strip()
                 if payload == _DONE:
-                    # Reads what is left of the reply, so that the connection can be used again.
-                    await response.content.read()
+                    await _drain(response)
                     return
                 yield payload
             if len(buffer) > MAX_EVENT_BYTES:
-                raise EngineError(0, "bad-reply", f"an event of more than {MAX_EVENT_BYTES} bytes", gone=False)
+                raise EngineError(0, "bad-reply", f"an event of more than {MAX_EVENT_BYTES} bytes")
     except (aiohttp.ClientError, ConnectionError) as error:
         raise EngineError(0, "connection-lost", str(error) or type(error).__name__, gone=True) from error
+
+
+async def _drain(response: aiohttp.ClientResponse) -> None:
+    """Reads the end of a reply, so that its connection can be used again; one that does not come is not worth a wait."""
+    try:
+        async with asyncio.timeout(DRAIN_S):
+            await response.content.readany()
+    except TimeoutError:
+        return
+
+
+async def _read(response: aiohttp.ClientResponse, most: int) -> bytes:
+    """The body.
+
+    Raises:
+        EngineError: it is longer than `most` bytes.
+    """
+    parts, size = [], 0
+    async for data in response.content.iter_any():
+        parts.append(data)
+        size += len(data)
+        if size > most:
+            raise EngineError(0, "bad-reply", f"a body of more than {most} bytes")
+    return b"".join(parts)
 
 
 def _decode_reply(payload: bytes) -> _Reply:
     try:
         reply = _decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise EngineError(0, "bad-reply", f"not an engine event: {error}") from error
     if reply.error is not None:
         body = reply.error if isinstance(reply.error, dict) else {"message": str(reply.error)}
-        code = body.get("code")
-        raise EngineError(
-            code if isinstance(code, int) else 500,
-            str(body.get("type") or "engine-error"),
-            str(body.get("message") or ""),
-            field=str(body.get("param") or ""),
-        )
+        raise _described(_status(body.get("code")), body, "engine-error")
     return reply
 
 
 def _chunk(reply: _Reply) -> EngineChunk:
     meta = reply.meta_info
+    end = meta.finish_reason
+    if end is not None and end.type == "abort" and end.status_code is not None:
+        raise EngineError(_status(end.status_code), "engine-abort", end.message)
     return EngineChunk(
         text=reply.text,
         output_ids=tuple(reply.output_ids),
-        finish_reason=meta.finish_reason.type if meta.finish_reason is not None else "",
+        finish_reason=end.type if end is not None else "",
         prompt_tokens=meta.prompt_tokens,
         completion_tokens=meta.completion_tokens,
         cached_tokens=meta.cached_tokens,
@@ -186,19 +235,34 @@ def _chunk(reply: _Reply) -> EngineChunk:
 async def _refusal(response: aiohttp.ClientResponse) -> EngineError:
     """The engine's error body as an EngineError; whatever the body is."""
     try:
-        async with asyncio.timeout(2.0):
-            raw = await response.content.read(1 << 16)
-        body = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, aiohttp.ClientError, TimeoutError):
-        body = None
+        async with asyncio.timeout(DRAIN_S):
+            body = msgspec.json.decode(await _read(response, MAX_ERROR_BYTES))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, EngineError, aiohttp.ClientError, ConnectionError, TimeoutError):
+        body = None  # the status alone says what happened
     error = body.get("error") if isinstance(body, dict) else None
-    if not isinstance(error, dict):
-        error = {}
-    hint = response.headers.get("retry-after", "0")
+    fallback = {"message": response.reason or ""}
+    found = error if isinstance(error, dict) else {"message": error} if isinstance(error, str) else fallback
+    return _described(response.status, found, f"http-{response.status}", _retry_after_s(response.headers.get("retry-after", "")))
+
+
+def _described(status: int, body: dict[str, Any], reason: str, retry_after_s: float = 0.0) -> EngineError:
+    """An error in OpenAI's shape, as the reference engine and SGLang send it."""
     return EngineError(
-        response.status,
-        str(error.get("type") or f"http-{response.status}"),
-        str(error.get("message") or response.reason or ""),
-        field=str(error.get("param") or ""),
-        retry_after_s=float(hint) if hint.replace(".", "", 1).isdigit() else 0.0,
+        status,
+        str(body.get("type") or reason),
+        str(body.get("message") or ""),
+        field=str(body.get("param") or ""),
+        retry_after_s=retry_after_s,
     )
+
+
+def _status(code: object) -> int:
+    return code if isinstance(code, int) and 400 <= code < 600 else 500  # noqa: PLR2004 - HTTP
+
+
+def _retry_after_s(header: str) -> float:
+    try:
+        hint_s = float(header)
+    except ValueError:  # absent, or a date
+        return 0.0
+    return hint_s if math.isfinite(hint_s) and hint_s > 0 else 0.0
