@@ -207,7 +207,7 @@ def test_fallback_avoids_who_just_refused(data: st.DataObject, sigma: Sigma) -> 
 @settings(max_examples=500)
 @given(sigma=meshes(params_for("default")), holder=st.integers(0, 3), mode=st.sampled_from([Mode.DIRECT, Mode.SEED, Mode.RESEED]))
 def test_theorem_1_whoever_can_hold_the_turn_gets_it(sigma: Sigma, holder: int, mode: Mode) -> None:
-    """THM-1: after any history of refusals, if some D can hold r and its report says so, one sweep admits r there or falls back to it."""
+    """THM-1, R6: after any history of refusals, if some D can hold r and its report says so, one sweep admits r there or falls back to it."""
     asked = arrive(sigma)
     members = list(sigma.decode_workers())
     able = members[holder % len(members)].ref

@@ -1,4 +1,4 @@
-"""Re-blocking: blocks follow the engine's pages whatever their size, order of removal and branching (R17, BLOCK-7 to BLOCK-9)."""
+"""Re-blocking: blocks follow the engine's pages whatever their size, order of removal and branching (R17, BLOCK-7, BLOCK-8)."""
 
 from __future__ import annotations
 

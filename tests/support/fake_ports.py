@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import pytest
 
 from kvc.core import events as ev
 from kvc.core.blocks import pack_tokens
@@ -20,29 +22,46 @@ from services.router.router import Router
 from tests.support.builders import worker
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 
     from kvc.core.dispatch import Ask
     from kvc.core.types import Attempt, Decision, GaveUp
     from services.router.ports import Output
 
+E = TypeVar("E", bound=BaseException)
+
 CAPACITY = 92_104
 FACTS = Facts(CAPACITY)
 
 
-@dataclass
 class Steps:
-    """Places where a fake can be held: it waits at `hold` until `go` is set."""
+    """Places where a fake can be held."""
 
-    hold: str = ""
-    reached: asyncio.Event = field(default_factory=asyncio.Event)
-    go: asyncio.Event = field(default_factory=asyncio.Event)
+    def __init__(self) -> None:
+        self._held: dict[str, asyncio.Event] = {}
+        self._reached: dict[str, asyncio.Event] = {}
+
+    def hold(self, *places: str) -> None:
+        """From now on everybody who comes to these places stays there."""
+        for place in places:
+            self._held[place] = asyncio.Event()
+            self._reached[place] = asyncio.Event()
+
+    def go(self, place: str) -> None:
+        """Lets those who are held go on, and holds nobody there any more."""
+        self._held.pop(place).set()
+
+    async def reached(self, place: str) -> None:
+        """Waits until somebody is held."""
+        async with asyncio.timeout(10):
+            await self._reached[place].wait()
 
     async def at(self, place: str) -> None:
+        """A step that takes at least one turn of the loop."""
         await asyncio.sleep(0)
-        if place == self.hold:
-            self.reached.set()
-            await self.go.wait()
+        if place in self._held:
+            self._reached[place].set()
+            await self._held[place].wait()
 
 
 @dataclass
@@ -259,6 +278,13 @@ async def world(**fields: Any) -> AsyncIterator[World]:
         router.room.close()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+async def refusal(kind: type[E], doing: Awaitable[object]) -> E:
+    """The error of a call that must fail with it."""
+    with pytest.raises(kind) as failed:
+        await doing
+    return failed.value
 
 
 def kinds(outputs: list[Output]) -> str:

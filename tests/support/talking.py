@@ -229,7 +229,7 @@ class Shape:
 
 @asynccontextmanager
 async def load(client: RouterClient, name: str, sessions: int, shape: Shape, *, seed: int = 1) -> AsyncIterator[Load]:
-    """Sessions that talk for as long as the block lasts; on exit their last turns end."""
+    """Sessions that talk for as long as the block lasts; on exit each says goodbye, which ends the session."""
     running = Load([])
 
     async def talk(number: int) -> None:
@@ -250,6 +250,8 @@ async def load(client: RouterClient, name: str, sessions: int, shape: Shape, *, 
                 turn = await one.turn(tokens, asked, last=size + tokens + asked >= shape.limit)
                 size = turn.input_tokens + turn.asked_tokens
                 await asyncio.sleep(shape.pause_s)
+            if size < shape.limit:
+                await one.turn(8, 1, last=True)
 
     async with asyncio.TaskGroup() as group:
         for number in range(sessions):

@@ -1,0 +1,43 @@
+"""Profiles and overrides."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvc.core.params import Params, params_for
+
+SPEC = Path(__file__).parents[2] / "docs" / "spec.md"
+
+
+def test_single_rulings_can_be_overridden() -> None:
+    params = params_for("paper", exclude_tried=True, tau_reject=7)
+    assert params.profile == "paper"
+    assert (params.exclude_tried, params.tau_reject, params.capacity) == (True, 7, "used")
+    assert params_for("default") == Params()
+
+
+@pytest.mark.parametrize(("profile", "overrides"), [("v1", {}), ("default", {"tau": 1}), ("paper", {"profile": "default"})])
+def test_unknown_names_are_refused_by_name(profile: Any, overrides: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError), match="v1|tau|profile"):
+        params_for(profile, **overrides)
+
+
+def shown(value: object) -> str:
+    """A value as the table writes it."""
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "none"}[value]
+    return f"{value:g}" if isinstance(value, int | float) else str(value)
+
+
+def test_the_table_of_the_spec_has_every_parameter() -> None:
+    """docs/spec.md, Parameters: every field of Params is a row with its value in both profiles."""
+    table = SPEC.read_text().split("## Parameters")[1].split("## Blocks")[0]
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \|", table, re.MULTILINE)
+    profiles = params_for("default"), params_for("paper")
+    names = [field.name for field in dataclasses.fields(Params) if field.name != "profile"]
+    assert rows == [(name, *(shown(getattr(params, name)) for params in profiles)) for name in names]
