@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from kvc.core.blocks import pack_tokens
 from kvc.engine import kvvalue
-from kvc.engine.reference.radix import Cleared, Node, RadixTree, Removed, Stored
+from kvc.engine.reference.node import Cleared, Node, Removed, Stored
+from kvc.engine.reference.radix import RadixTree
 
 SALT = kvvalue.salt("test")
 

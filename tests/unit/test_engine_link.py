@@ -21,11 +21,11 @@ from kvc.engine.link_io import (
     LinkClient,
     LinkClosed,
     LinkError,
-    LinkServer,
     LinkTimeout,
     encode,
     read_frame,
 )
+from kvc.engine.link_serve import LinkServer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable

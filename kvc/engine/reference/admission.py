@@ -23,7 +23,7 @@ from kvc.engine.reference.lease import Lease
 if TYPE_CHECKING:
     from kvc.core.params import Params
     from kvc.core.types import Outcome
-    from kvc.engine.reference.radix import Node
+    from kvc.engine.reference.node import Node
     from kvc.engine.reference.residency import Residency
     from kvc.engine.reference.scheduler import Scheduler
     from kvc.runtime.clock import Clock

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from array import array
 
+    from kvc.engine.reference.node import Node
     from kvc.engine.reference.pool import KvPool
-    from kvc.engine.reference.radix import Node
 
 
 class Lease:
@@ -41,11 +41,6 @@ class Lease:
         self.owned_pages = 0
         self._promised_pages = 0
         self._promise(total_pages - locked_pages)
-
-    @property
-    def promised_pages(self) -> int:
-        """Pages promised and not written. Does not mutate."""
-        return self._promised_pages
 
     def write(self, pages: int) -> None:
         """Makes the request's first `pages` pages writable, evicting what is short. No effect when they are already."""

@@ -20,7 +20,7 @@ MAX_SESSIONS = 10_000
 
 
 class LinkDesk:
-    """Implements kvc.engine.link_io.LinkHandler."""
+    """Implements kvc.engine.link_serve.LinkHandler."""
 
     def __init__(self, engine: Engine, engine_url: str, telemetry: Telemetry) -> None:
         """Answers for `engine`, which is reached at `engine_url`."""

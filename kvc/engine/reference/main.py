@@ -9,7 +9,8 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvc.engine.link_io import LinkError, LinkServer
+from kvc.engine.link_io import LinkError
+from kvc.engine.link_serve import LinkServer
 from kvc.engine.reference.config import EngineConfig, effective_params
 from kvc.engine.reference.engine import Engine, Observer
 from kvc.engine.reference.http_api import HttpApi, serve

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 from kvc.core.blocks import resident_blocks
 from kvc.core.reblock import Reblocker
 from kvc.engine import link
-from kvc.engine.reference.radix import Removed, Stored
+from kvc.engine.reference.node import Removed, Stored
 
 if TYPE_CHECKING:
     from array import array
     from collections.abc import Iterator
 
-    from kvc.engine.reference.radix import Change, Node, RadixTree
+    from kvc.engine.reference.node import Change, Node
+    from kvc.engine.reference.radix import RadixTree
 
 SNAPSHOT_PART_BYTES = 8 * 1024 * 1024
 

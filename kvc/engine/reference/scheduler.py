@@ -22,12 +22,12 @@ from kvc.engine.reference.request import Phase, Request
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from kvc.engine.reference.clock import VirtualClock
     from kvc.engine.reference.costs import CostModel
+    from kvc.engine.reference.node import Node
     from kvc.engine.reference.pool import KvPool
-    from kvc.engine.reference.radix import Node
     from kvc.engine.reference.sessions import Sessions
     from kvc.errors import KvcError
 
@@ -88,10 +88,6 @@ class Scheduler:
     def set_aside_pages(self) -> int:
         """Room kept for the first of the queue. Does not mutate."""
         return min(self._head_need_pages, max(0, self.pool.room_pages)) if self.waiting else 0
-
-    def requests(self) -> Iterator[Request]:
-        """Every request in flight that the scheduler knows. Does not mutate."""
-        yield from (*self.waiting, *self.pulling, *self.prefilling, *self.running, *self.sending, *self._ending)
 
     def total_pages(self, request: Request) -> int:
         """Pages of a request from its first to its last token. Does not mutate."""
