@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from kvc.core.params import Params, params_for
 from kvc.core.route import route
 from kvc.core.state import Sigma
 from kvc.core.types import Admission, Attempt, Decision, Executor, Facts, GaveUp, Give, Mode, Reason, Rejection, Role, Turn, WorkerRef
-from tests.support.builders import run, turn, worker
+from tests.support.builders import run, worker
 from tests.support.driver import Conversation, busy, drive
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def test_probes_are_bounded_and_nobody_is_asked_twice(data: st.DataObject, sigma
             assert len(set(answered)) == len(answered)
         unreachable = [ask.worker for ask, answer in sweep if isinstance(answer, Unreachable)]
         assert len(set(unreachable)) == len(unreachable), "asked again a worker that did not answer"
-        for (before, answer), (after, _) in zip(sweep, sweep[1:], strict=False):
+        for (before, answer), (after, _) in pairwise(sweep):
             assert not isinstance(answer, Admitted), "asked on after a yes"
             assert not busy(answer) or before.worker == after.worker
 
@@ -207,7 +208,7 @@ def test_fallback_avoids_who_just_refused(data: st.DataObject, sigma: Sigma) -> 
 @settings(max_examples=500)
 @given(sigma=meshes(params_for("default")), holder=st.integers(0, 3), mode=st.sampled_from([Mode.DIRECT, Mode.SEED, Mode.RESEED]))
 def test_theorem_1_whoever_can_hold_the_turn_gets_it(sigma: Sigma, holder: int, mode: Mode) -> None:
-    """THM-1, R6: after any history of refusals, if some D can hold r and its report says so, one sweep admits r there or falls back to it."""
+    """THM-1, R6: whatever was refused before, if some D can hold r and reports so, one sweep admits r there or falls back to it."""
     asked = arrive(sigma)
     members = list(sigma.decode_workers())
     able = members[holder % len(members)].ref

@@ -35,11 +35,13 @@ def rulings() -> dict[str, list[str]]:
 
 def docstrings(folder: str) -> list[tuple[str, str]]:
     """Name and docstring of every test function, class and module under a folder."""
-    found = []
+    found: list[tuple[str, str]] = []
     for path in sorted((ROOT / "tests" / folder).glob("test_*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) and (text := ast.get_docstring(node)):
-                found.append((f"{path.name}::{getattr(node, 'name', '')}", flat(text)))
+        found += [
+            (f"{path.name}::{getattr(node, 'name', '')}", flat(text))
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) and (text := ast.get_docstring(node))
+        ]
     return found
 
 
@@ -107,7 +109,7 @@ def test_files_that_the_table_names_exist() -> None:
 
 
 def test_functions_that_the_map_names_exist() -> None:
-    """ "How to read the code" names files and functions that are there."""
+    """The section "How to read the code" names files and functions that are there."""
     table = SPEC.split("## How to read the code")[1]
     for row in re.findall(r"^\| .*? \| (.*) \|$", table, re.MULTILINE):
         source = ""

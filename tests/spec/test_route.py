@@ -1,5 +1,7 @@
 """docs/spec.md, Algorithm 1: one example a line; tests/property/test_route.py compares with the text over sets."""
 
+# ruff: noqa: RUF002 - quotations carry the symbols of the spec
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any

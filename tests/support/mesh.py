@@ -172,7 +172,7 @@ class Mesh:
         return Refused(outcome, facts) if isinstance(outcome, Rejection) else Admitted(outcome, facts)
 
     def restart(self, name: str) -> None:
-        """kill -9 and a new epoch: what ran there is gone."""
+        """A kill -9 and a new epoch: what ran there is gone."""
         ref = next(ref for ref in self.living() if ref.worker_id == name)
         for router in self.routers.values():
             for running in router.running.values():

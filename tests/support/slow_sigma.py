@@ -13,7 +13,8 @@ from kvc.core import events as ev
 from kvc.core.types import Mode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Set as AbstractSet
+    from collections.abc import Iterable
+    from collections.abc import Set as AbstractSet
 
     from kvc.core.params import Params
     from kvc.core.types import Attempt, Facts, Turn, WorkerInfo, WorkerRef

@@ -78,8 +78,9 @@ class World:
         kinds = {item.name: item for item in fields(Params)}
         values: dict[str, Any] = {"block_tokens": BLOCK, "tau_append_tokens": 100}
         for name, text in options.items():
-            default = kinds[name].default
-            values[name] = text == "yes" if isinstance(default, bool) else type(default)(text)
+            default: Any = kinds[name].default
+            kind: Any = int if default is None else type(default)
+            values[name] = text == "yes" if kind is bool else kind(text)
         self.reset(params_for(cast("Any", profile), **values))
         return iter(())
 
@@ -126,6 +127,7 @@ class World:
         return iter(())
 
     def do_free(self, name: str) -> Iterator[str]:
+        self.engines[self.ref(name)].transfers = 0
         return self.do_busy(name, "0")
 
     def do_transfers(self, name: str, count: str) -> Iterator[str]:

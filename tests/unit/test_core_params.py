@@ -23,7 +23,7 @@ def test_single_rulings_can_be_overridden() -> None:
 
 @pytest.mark.parametrize(("profile", "overrides"), [("v1", {}), ("default", {"tau": 1}), ("paper", {"profile": "default"})])
 def test_unknown_names_are_refused_by_name(profile: Any, overrides: dict[str, Any]) -> None:
-    with pytest.raises((ValueError, TypeError), match="v1|tau|profile"):
+    with pytest.raises((ValueError, TypeError), match=r"v1|tau|profile"):
         params_for(profile, **overrides)
 
 
