@@ -104,9 +104,9 @@ def no(reason: Reason, *, retry_after_s: float = 0.0, terminal: bool = False) ->
     return Refused(Rejection(reason, retry_after_s, terminal), FACTS)
 
 
-def ok(*texts: str) -> list[EngineChunk | EngineError | str]:
+def ok(*texts: str) -> list[EngineChunk | BaseException | str]:
     """A stream of one token a text, complete."""
-    chunks: list[EngineChunk | EngineError | str] = [EngineChunk(text, (index,)) for index, text in enumerate(texts or ("a", "b", "c"))]
+    chunks: list[EngineChunk | BaseException | str] = [EngineChunk(text, (index,)) for index, text in enumerate(texts or ("a", "b", "c"))]
     return [*chunks, EngineChunk(finish_reason="length", prompt_tokens=48, completion_tokens=len(chunks), cached_tokens=24)]
 
 
@@ -116,7 +116,7 @@ class FakeEngines:
 
     admission: FakeAdmission
     steps: Steps = field(default_factory=Steps)
-    streams: dict[str, list[EngineChunk | EngineError | str]] = field(default_factory=dict)
+    streams: dict[str, list[EngineChunk | BaseException | str]] = field(default_factory=dict)
     prefills: dict[str, list[BaseException | str]] = field(default_factory=dict)
     calls: list[EngineCall] = field(default_factory=list)
     prefill_calls: list[EngineCall] = field(default_factory=list)
@@ -133,7 +133,7 @@ class FakeEngines:
             if call.rid.startswith("kvc-") and self.admission.open.pop(call.rid, None) is None:
                 raise EngineError(409, "ticket-expired", "the ticket is unknown or expired", field="rid")
             for item in self.streams.get(call.url, ok()):
-                if isinstance(item, EngineError):
+                if isinstance(item, BaseException):
                     raise item
                 if isinstance(item, str):
                     await self.steps.at(item)
@@ -214,9 +214,12 @@ class World:
         } | fields
         return Request(**values)
 
-    async def run(self, request: Request | None = None) -> list[Output]:
-        """A dispatch to its end."""
-        return [output async for output in self.router.dispatch(request or self.request())]
+    async def run(self, request: Request | None = None, before: list[Output] | None = None) -> list[Output]:
+        """A dispatch to its end; `before` keeps what came before an error."""
+        outputs = [] if before is None else before
+        async for output in self.router.dispatch(request or self.request()):
+            outputs.append(output)
+        return outputs
 
     async def result(self, request: Request | None = None) -> Result:
         """The end of a dispatch that succeeds."""
@@ -224,31 +227,34 @@ class World:
         assert isinstance(last, Result)
         return last
 
-    def at_rest(self) -> bool:
-        """True when nothing is in flight anywhere."""
-        return not (
-            self.engines.live
-            or self.engines.live_prefills
-            or self.admission.live
-            or self.admission.open
-            or self.router.sigma.open
-            or len(self.router.gate)
-            or len(self.router.room)
-            or len(self.router.claims)
-            or self.janitor.pending
-        )
+    def left(self) -> dict[str, int]:
+        """What is in flight, by where."""
+        sigma = self.router.sigma
+        counts = {
+            "streams": self.engines.live,
+            "prefills": self.engines.live_prefills,
+            "asks": self.admission.live,
+            "tickets": len(self.admission.open),
+            "open turns": len(sigma.open),
+            "sessions held": len(self.router.gate),
+            "waiting": len(self.router.room),
+            "requests": len(self.router.claims),
+            "releases": self.janitor.pending,
+            "inflight": sum(abs(state.inflight) for state in sigma.workers.values()),
+            "sessions with turns": sum(session.open_turns != 0 for session in sigma.sessions.values()),
+        }
+        return {place: count for place, count in counts.items() if count}
 
-    def check(self) -> None:
-        """Nothing is in flight, and every count says so.
+    async def check(self) -> None:
+        """Nothing is in flight once the janitor has done its work, and every count says so.
 
         Raises:
             AssertionError: something is left.
         """
-        sigma = self.router.sigma
-        sigma.check_integrity()
-        assert {name: state.inflight for name, state in sigma.workers.items() if state.inflight} == {}
-        assert all(session.open_turns == 0 for session in sigma.sessions.values())
-        assert self.at_rest(), vars(self.engines) | vars(self.admission)
+        async with asyncio.timeout(5):
+            await self.janitor.drained()
+        assert self.left() == {}
+        self.router.sigma.check_integrity()
 
 
 def config(**fields: Any) -> RouterConfig:

@@ -89,10 +89,10 @@ async def test_prefill_and_decode_run_at_once() -> None:
     """Both are asked before either answers, and meet in the same room."""
     async with bench() as made:
         made.engines.prefills["http://p0"] = ["connect"]
-        made.steps.hold = "connect"
+        made.steps.hold("connect")
         task = asyncio.create_task(collect(made.stream(ticket="kvc-1")))
         await until(lambda: made.engines.live == 1 and made.engines.live_prefills == 1)
-        made.steps.go.set()
+        made.steps.go("connect")
         assert len(await task) == 4
         (decode,), (prefill,) = made.engines.calls, made.engines.prefill_calls
         assert decode.bootstrap == prefill.bootstrap
@@ -116,7 +116,7 @@ async def test_a_prefill_that_fails_at_once_cancels_decode_with_its_reason() -> 
     async with bench() as made:
         made.engines.prefills["http://p0"] = [BROKEN]
         made.engines.streams["http://d0"] = ["waits for KV", *ok()]
-        made.steps.hold = "waits for KV"
+        made.steps.hold("waits for KV")
         async with asyncio.timeout(1.0):
             with pytest.raises(PrefillFailedError) as failed:
                 await collect(made.stream())
@@ -130,14 +130,12 @@ async def test_a_prefill_that_fails_after_the_first_chunk_cancels_decode() -> No
     async with bench() as made:
         made.engines.prefills["http://p0"] = ["half way", BROKEN]
         made.engines.streams["http://d0"] = [EngineChunk("a"), "never", *ok()]
-        made.steps.hold = "half way"
+        made.steps.hold("half way", "never")
         stream = made.stream()
         assert (await anext(stream)).text == "a"
         following = asyncio.ensure_future(anext(stream))
-        await made.steps.reached.wait()
-        made.steps.hold, done = "never", made.steps.go
-        made.steps.go = asyncio.Event()  # from here on decode is held, and prefill goes on to fail
-        done.set()
+        await made.steps.reached("never")
+        made.steps.go("half way")
         async with asyncio.timeout(1.0):
             with pytest.raises(PrefillFailedError, match="cuda-error"):
                 await following
@@ -149,7 +147,7 @@ async def test_a_prefill_that_ends_in_a_way_nobody_foresaw() -> None:
     for fault in (RuntimeError("oops"), asyncio.CancelledError()):
         async with bench() as made:
             made.engines.streams["http://d0"] = ["never"]
-            made.steps.hold = "never"
+            made.steps.hold("never")
             made.engines.prefills["http://p0"] = [fault]
             with pytest.raises(PrefillFailedError, match="prefill-failed"):
                 await collect(made.stream())
@@ -159,7 +157,7 @@ async def test_decode_fails() -> None:
     async with bench() as made:
         made.engines.streams["http://d0"] = [EngineError(503, "queue-full", "too many", retry_after_s=2.0)]
         made.engines.prefills["http://p0"] = ["busy"]
-        made.steps.hold = "busy"
+        made.steps.hold("busy")
         with pytest.raises(EngineError) as failed:
             await collect(made.stream())
         assert not isinstance(failed.value, PrefillFailedError)
@@ -170,11 +168,11 @@ async def test_decode_fails_because_prefill_did() -> None:
     """The decode worker often notices first; the prefill worker's own words are the better reason."""
     async with bench() as made:
         made.engines.streams["http://d0"] = [EngineError(502, "prefill-failed", "the other side went away")]
-        made.steps.hold = "prefill"
+        made.steps.hold("prefill")
         made.engines.prefills["http://p0"] = [BROKEN]
         task = asyncio.create_task(collect(made.stream()))
-        await made.steps.reached.wait()
-        made.steps.go.set()
+        await made.steps.reached("prefill")
+        made.steps.go("prefill")
         with pytest.raises(PrefillFailedError, match="cuda-error"):
             await task
 
@@ -183,14 +181,14 @@ async def test_decode_ends_before_the_prefill_reply() -> None:
     """The prefill worker gets a moment to finish its reply: cutting it off would look like an abort there."""
     async with bench() as made:
         made.engines.prefills["http://p0"] = ["reply"]
-        made.steps.hold = "reply"
+        made.steps.hold("reply")
         stream = made.stream()
         chunks = [await anext(stream) for _ in range(4)]
         assert chunks[-1].finish_reason == "length"
         end = asyncio.ensure_future(anext(stream, None))
-        await made.steps.reached.wait()
+        await made.steps.reached("reply")
         assert made.engines.live_prefills == 1
-        made.steps.go.set()
+        made.steps.go("reply")
         assert await end is None
         assert made.engines.live_prefills == 0
 
@@ -198,7 +196,7 @@ async def test_decode_ends_before_the_prefill_reply() -> None:
 async def test_a_prefill_that_never_replies_does_not_hold_the_end_for_long() -> None:
     async with bench() as made:
         made.engines.prefills["http://p0"] = ["never"]
-        made.steps.hold = "never"
+        made.steps.hold("never")
         async with asyncio.timeout(5.0):
             assert len(await collect(made.stream())) == 4
 
@@ -209,9 +207,9 @@ async def test_cancelling_ends_both_halves(place: str) -> None:
     async with bench() as made:
         made.engines.streams["http://d0"] = [EngineChunk("a"), "later", *ok()]
         made.engines.prefills["http://p0"] = ["prefill"]
-        made.steps.hold = place
+        made.steps.hold(place)
         task = asyncio.create_task(collect(made.stream()))
-        await made.steps.reached.wait()
+        await made.steps.reached(place)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -223,7 +221,7 @@ async def test_cancelling_ends_both_halves(place: str) -> None:
 async def test_closing_ends_both_halves(taken: int, *, prefill: bool) -> None:
     async with bench() as made:
         made.engines.prefills["http://p0"] = ["never"]
-        made.steps.hold = "never"
+        made.steps.hold("never")
         stream = made.stream(prefill=prefill)
         for _ in range(taken):
             await anext(stream)
