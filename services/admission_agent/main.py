@@ -46,17 +46,13 @@ class RunningAgent:
         ops_port: port of /metrics, /health and /ready.
     """
 
-    def __init__(self, config: AgentConfig, connector: EngineConnector | None = None) -> None:
+    def __init__(self, config: AgentConfig, connector: EngineConnector | None = None, telemetry: Telemetry | None = None) -> None:
         """Wires everything; `running_agent` starts it."""
         self._config = config
         self._registry = process_registry()
         metrics = AdmitMetrics(self._registry)
-        self._telemetry = Telemetry.start(
-            "admission_agent",
-            config.telemetry.endpoint,
-            insecure=config.telemetry.insecure,
-            sample_ratio=config.telemetry.sample_ratio,
-        )
+        self._owns_telemetry = telemetry is None
+        self._telemetry = telemetry or _telemetry(config)
         self.residency = Residency(config.residency)
         socket = connector or SocketConnector(config.engine.socket, config.engine.connect_timeout_s)
         self.connection = EngineConnection(MeteredConnector(socket, metrics), config, self.residency, self._on_change)
@@ -126,7 +122,8 @@ class RunningAgent:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await asyncio.to_thread(self._telemetry.shutdown)
+        if self._owns_telemetry:
+            await asyncio.to_thread(self._telemetry.shutdown)
 
     def _on_change(self, serving: bool) -> None:  # noqa: FBT001 - the noun is in the name
         if self._server is not None:
@@ -134,18 +131,26 @@ class RunningAgent:
         self._changed.set()
 
 
+def _telemetry(config: AgentConfig) -> Telemetry:
+    one = config.telemetry
+    return Telemetry.start("admission_agent", one.endpoint, insecure=one.insecure, sample_ratio=one.sample_ratio)
+
+
 @contextlib.asynccontextmanager
-async def running_agent(config: AgentConfig, connector: EngineConnector | None = None) -> AsyncIterator[RunningAgent]:
+async def running_agent(
+    config: AgentConfig, connector: EngineConnector | None = None, telemetry: Telemetry | None = None
+) -> AsyncIterator[RunningAgent]:
     """An agent that serves for as long as the block lasts.
 
     Args:
         config: all settings.
         connector: where the engine is; None: the unix socket of `config`.
+        telemetry: traces; stays the caller's. None: that of `config`.
 
     Raises:
         ConfigError: a port cannot be bound.
     """
-    agent = RunningAgent(config, connector)
+    agent = RunningAgent(config, connector, telemetry)
     try:
         await agent.start()
         yield agent
