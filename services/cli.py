@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, NamedTuple
@@ -41,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 done, 1 failed, 2 wrong arguments or settings.
     """
+    # gRPC's core writes what is no JSON to stderr, and reads this once, when it is imported.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         sys.stdout.write(usage())
