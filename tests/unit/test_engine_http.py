@@ -135,10 +135,10 @@ async def test_a_stream_byte_by_byte_over_a_socket() -> None:
 
 async def test_the_first_chunk_is_not_held_back() -> None:
     async with engines([head() + chunk(FIRST), "wait", chunk(LAST + DONE) + END]) as (client, server):
-        async with aclosing(client.generate(call(server.url))) as chunks:
-            assert await asyncio.wait_for(anext(chunks), 5) == CHUNKS[0]
-            server.go.set()
-            assert [piece async for piece in chunks] == CHUNKS[1:]
+        chunks = client.generate(call(server.url))
+        assert await asyncio.wait_for(anext(chunks), 5) == CHUNKS[0]
+        server.go.set()
+        assert [piece async for piece in chunks] == CHUNKS[1:]
 
 
 async def test_a_connection_is_used_again_after_a_whole_stream() -> None:
@@ -312,7 +312,7 @@ async def test_closing_a_stream_closes_its_connection(taken: int) -> None:
 async def test_cancelling_closes_the_connection(script: Script) -> None:
     async with engines(script) as (client, server):
         for prefill in (False, True):
-            task = asyncio.create_task(client.prefill(call(server.url)) if prefill else collect(client, call(server.url)))  # type: ignore[arg-type]  # either
+            task = asyncio.create_task(client.prefill(call(server.url)) if prefill else collect(client, call(server.url)))
             await until(lambda prefill=prefill: len(server.requests) == 1 + prefill)  # type: ignore[misc]  # bound now
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
