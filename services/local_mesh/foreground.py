@@ -11,6 +11,7 @@ from rich.console import Console
 
 from kvc.errors import KvcError, leaf
 from services.local_mesh.options import EXIT_FAILED
+from services.local_mesh.views import WIDE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 EXIT_SIGNAL = 128
-PLAIN_WIDTH = 110
+PLAIN_WIDTH = WIDE
 """Columns of tables that go to a file or a pipe."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

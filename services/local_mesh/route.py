@@ -36,7 +36,8 @@ def main(argv: Sequence[str]) -> int:
                 response.ClearField("candidates")
             sys.stdout.write(as_json(response))
         elif arguments.explain:
-            foreground.output().print(candidates_table(response))
+            console = foreground.output()
+            console.print(candidates_table(response, width=console.width))
         else:
             sys.stdout.write((response.worker.worker_id if chosen else "no worker is eligible") + "\n")
         return 0 if chosen else EXIT_FAILED

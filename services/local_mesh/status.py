@@ -31,7 +31,8 @@ def main(argv: Sequence[str]) -> int:
         if arguments.json:
             sys.stdout.write(as_json(answer))
         elif isinstance(answer, router_pb2.ListWorkersResponse):
-            foreground.output().print(workers_table(answer))
+            console = foreground.output()
+            console.print(workers_table(answer, width=console.width))
         else:
             sys.stdout.write("\n".join(session_lines(arguments.session, answer)) + "\n")
         known = isinstance(answer, router_pb2.ListWorkersResponse) or answer.known

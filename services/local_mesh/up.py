@@ -107,7 +107,8 @@ async def _show(mesh: LocalMesh, console: Console) -> None:
             while True:
                 with suppress(grpc.aio.AioRpcError):
                     listed = await client.stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=REFRESH_S)
-                    live.update(workers_table(listed, title=f"{mesh.config.topology} on {mesh.target}"), refresh=True)
+                    title = f"{mesh.config.topology} on {mesh.target}"
+                    live.update(workers_table(listed, title, width=console.width), refresh=True)
                 await asyncio.sleep(REFRESH_S)
 
 
