@@ -26,11 +26,13 @@ from services.router.janitor import Janitor
 from services.router.metrics import RouterMetrics, SigmaCollector
 from services.router.router import Router
 from services.router.servicer import RouterServicer
+from services.router.tracing import TracedDispatches, TracedEngines
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from kvc.runtime.config import Loaded
+    from services.router.ports import EnginePort, Observer
 
 logger = logging.getLogger(__name__)
 
@@ -89,10 +91,13 @@ async def running_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
         )
         stack.callback(telemetry.shutdown)
         agents = await stack.enter_async_context(Agents(config.agents, telemetry))
-        engines = await stack.enter_async_context(HttpEngines(config.engines))
+        engines: EnginePort = await stack.enter_async_context(HttpEngines(config.engines))
+        observer: Observer = RouterMetrics(registry)
+        if telemetry.enabled:
+            engines, observer = TracedEngines(engines, telemetry.tracer), TracedDispatches(observer)
         admission = GrpcAdmission(agents, config.agents.hedge_after_s, clock)
         janitor = Janitor(admission, clock)
-        router = Router(config, admission, engines, clock, janitor, RouterMetrics(registry))
+        router = Router(config, admission, engines, clock, janitor, observer)
         registry.register(SigmaCollector(router, janitor))
         stack.callback(router.room.close)
         followers = tuple(

@@ -135,7 +135,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             busy=self._router.gate.busy(request.session_id),
             residency=[
                 router_pb2.SessionOverlap(worker_id=worker.ref.worker_id, resident_blocks=resident_blocks(chain, worker.resident))
-                for worker in sigma.decode_workers()
+                for worker in sorted(sigma.decode_workers(), key=lambda worker: worker.ref)
             ]
             if chain is not None
             else [],
