@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvc.core.types import Turn, WorkerRef
 
 Score = tuple[float, ...]
+_NO_BLOCK = -1  # resident nowhere: hashes are unsigned
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,10 @@ def route(turn: Turn, sigma: Sigma, exclude: AbstractSet[WorkerRef] = frozenset(
     best_overlap = 0
     least: WorkerState | None = None
     least_rejects = 0
-    mark = _pinned_primary(turn, session, sigma, exclude)
+    pinned = _pinned(session, sigma, exclude)
+    pinned_overlap = overlap_blocks(turn, pinned, sigma) if pinned is not None else 0
+    mark = pinned_overlap + _beside_overlap(pinned, session, sigma) if pinned is not None else None
+    needed, gate = _needed(turn, sigma, mark)
     for worker in sigma.decode_workers():
         if worker.why_not or worker.ref in exclude:
             continue
@@ -76,14 +80,17 @@ def route(turn: Turn, sigma: Sigma, exclude: AbstractSet[WorkerRef] = frozenset(
             if least is None or refusals < least_rejects:
                 least, least_rejects = worker, refusals
             continue
-        needed = 0 if mark is None else math.floor(mark - _beside_overlap(worker, session, sigma))
-        if needed > 0 and not _has_overlap(turn, worker, sigma, needed):
+        if worker is pinned:
+            overlap = pinned_overlap
+        elif gate is None or gate in worker.resident:
+            overlap = overlap_blocks(turn, worker, sigma, needed)
+        else:
             continue
-        overlap = overlap_blocks(turn, worker, sigma, max(0, needed))
         score = score_of(worker, session, overlap, sigma)
         if best is None or score > best_score:
             best, best_score, best_overlap = worker, score, overlap
             mark = score[0] if mark is None else max(mark, score[0])
+            needed, gate = _needed(turn, sigma, mark)
     if best is not None:
         return Routing(best.ref, best_overlap)
     if least is not None:
@@ -91,14 +98,26 @@ def route(turn: Turn, sigma: Sigma, exclude: AbstractSet[WorkerRef] = frozenset(
     return Routing(None)
 
 
-def _pinned_primary(turn: Turn, session: SessionState | None, sigma: Sigma, exclude: AbstractSet[WorkerRef]) -> float | None:
-    """Primary score of the pinned worker, below which no worker wins; None when it is no candidate."""
+def _pinned(session: SessionState | None, sigma: Sigma, exclude: AbstractSet[WorkerRef]) -> WorkerState | None:
+    """The worker that served the session last, if it is a candidate."""
     if session is None or session.pin is None or session.pin in exclude:
         return None
     worker = sigma.worker(session.pin)
     if worker is None or worker.why_not or session.rejects.get(session.pin.worker_id, 0) >= sigma.params.tau_reject:
         return None
-    return overlap_blocks(turn, worker, sigma) + _beside_overlap(worker, session, sigma)
+    return worker
+
+
+def _needed(turn: Turn, sigma: Sigma, mark: float | None) -> tuple[int, int | None]:
+    """Overlap without which a worker that is not pinned stays below the primary score `mark`, and the last block of it.
+
+    Rounded down, so that no worker that ties is lost; (0, None): any worker may come up to it.
+    """
+    needed = math.floor(mark - max(0.0, sigma.params.load_floor_bonus)) if mark is not None else 0
+    if needed <= 0:
+        return 0, None
+    last = _apart(turn, sigma) + needed - 1
+    return needed, turn.chain[last] if last < len(turn.chain) else _NO_BLOCK
 
 
 def overlap_blocks(turn: Turn, worker: WorkerState, sigma: Sigma, least: int = 0) -> int:
@@ -108,12 +127,6 @@ def overlap_blocks(turn: Turn, worker: WorkerState, sigma: Sigma, least: int = 0
     """
     apart = _apart(turn, sigma)
     return max(0, resident_blocks(turn.chain, worker.resident, apart + least) - apart)
-
-
-def _has_overlap(turn: Turn, worker: WorkerState, sigma: Sigma, blocks: int) -> bool:
-    """True when overlap(d) is at least `blocks`, which are more than 0: one look, because resident[d] is closed under prefixes."""
-    last = _apart(turn, sigma) + blocks - 1
-    return last < len(turn.chain) and turn.chain[last] in worker.resident
 
 
 def _apart(turn: Turn, sigma: Sigma) -> int:
