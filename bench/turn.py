@@ -153,7 +153,7 @@ def measure(size: Size | None = None) -> list[Row]:
             f"{whole}, p50",
             timing.p50_us,
             "µs",
-            baseline=naive.p50_us,
+            baseline=naive.cpu_p50_us,
             baseline_name="hash all, intersect sets",
             cpu=timing.cpu_p50_us,
         ),
