@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from tests.support.engines import Answer, Pair
 
 SLOW: dict[str, Any] = {"time_scale": 0.2, "chunk_tokens": 64}
+CRAWLING: dict[str, Any] = {"time_scale": 0.02, "chunk_tokens": 200}
+"""Slow enough for a transfer of some milliseconds to be seen from outside."""
 
 
 def numbers(count: int, start: int = 0) -> list[int]:
@@ -184,7 +186,7 @@ MOMENTS = ["joined, before prefill", "mid prefill", "kv on the link", "decode"]
 @pytest.mark.parametrize("moment", MOMENTS)
 async def test_the_decode_client_goes_away(moment: str) -> None:
     """F11, F4: D's disconnect frees P's memory at once, in every state."""
-    async with paired(**SLOW) as pair:
+    async with paired(**(CRAWLING if moment == "kv on the link" else SLOW)) as pair:
         fields = pair.fields()
         prefill = asyncio.create_task(pair.prefill.generate(numbers(400), 100, **fields))
         decode = asyncio.create_task(pair.decode.generate(numbers(400), 100, **fields))
@@ -202,7 +204,7 @@ async def test_the_decode_client_goes_away(moment: str) -> None:
 @pytest.mark.parametrize("how", ["disconnect", "abort"])
 async def test_the_prefill_client_goes_away(moment: str, how: str) -> None:
     """P's half ends: D hears of it at once and fails typed, long before any timeout."""
-    async with paired(**SLOW) as pair:
+    async with paired(**(CRAWLING if moment == "kv on the link" else SLOW)) as pair:
         fields = pair.fields()
         prefill = asyncio.create_task(pair.prefill.generate(numbers(400), 5, rid="x", **fields))
         decode = asyncio.create_task(pair.decode.generate(numbers(400), 5, rid="x", **fields))
