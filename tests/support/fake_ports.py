@@ -268,15 +268,15 @@ def config(**fields: Any) -> RouterConfig:
 
 
 @asynccontextmanager
-async def world(**fields: Any) -> AsyncIterator[World]:
-    """A router without workers; its janitor runs for as long as the context lasts. Arguments as for `config`."""
+async def world(observer: Observer | None = None, **fields: Any) -> AsyncIterator[World]:
+    """A router without workers; its janitor runs for as long as the context lasts. Other arguments as for `config`."""
     steps = Steps()
     admission = FakeAdmission(steps)
     engines = FakeEngines(admission, steps)
     clock = SystemClock()
     janitor = Janitor(admission, clock)
     seen = Seen()
-    router = Router(config(**fields), admission, engines, clock, janitor, seen)
+    router = Router(config(**fields), admission, engines, clock, janitor, observer or seen)
     task = asyncio.create_task(janitor.run())
     try:
         yield World(router, admission, engines, janitor, seen)
