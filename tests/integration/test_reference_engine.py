@@ -15,7 +15,7 @@ from kvc.core.params import params_for
 from kvc.core.reblock import Reblocker
 from kvc.engine import kvvalue, link
 from kvc.engine.link_io import CallFailed, LinkClient
-from kvc.engine.reference.request import Phase
+from kvc.engine.reference.request import Phase, Request
 from kvc.engine.tokens import encode_chat, encode_text
 from kvc.runtime.config import ConfigError
 from tests.support.engines import Answer, EngineUnderTest, config, paired, serving, until
@@ -207,6 +207,20 @@ async def test_queue_bound_and_its_hint() -> None:
         await subject.post("/abort_request", {"rid": "", "abort_all": True})
         assert {(await task).body["meta_info"]["finish_reason"]["type"] for task in (running, waiting)} == {"abort"}
         await subject.idle()
+
+
+async def test_a_queued_request_starts_at_the_modelled_moment_the_memory_is_free() -> None:
+    """Not a wall clock's rounding later, whatever the time scale, and without anybody waking the engine."""
+    async with serving(config(time_scale=1000.0)) as subject:
+        first = Request("first", pack_tokens(numbers(4000)), 500, kvvalue.IDS_VOCAB)
+        second = Request("second", pack_tokens(numbers(3000, 9000)), 5, kvvalue.IDS_VOCAB)
+        for request in (first, second):
+            subject.engine.submit(request)
+        await until(lambda: second.phase is Phase.DONE)
+        assert second.times.arrival_s == first.times.arrival_s
+        assert second.times.queue_s == pytest.approx(first.times.latency_s, abs=1e-9)
+        for request in (first, second):
+            subject.engine.forget(request)
 
 
 MOMENTS = ["queued", "prefill", "first chunk", "decode", "stream decode", "whole reply"]
