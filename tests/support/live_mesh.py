@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 START_S = 60.0
 RPC_S = 10.0
-TICKET_TTL_S = 5.0
 SETTLE_S = 20.0
 """Longest wait for a mesh to come to rest: a ticket whose answer got lost lives 5 s, an agent that is lost is found again within 3 s."""
 AT_REST = ("held_tokens", "reserved_tokens", "queued_tokens", "tickets", "inflight", "active", "waiting", "rooms")
@@ -183,12 +182,3 @@ async def another_router(live: LiveMesh) -> AsyncIterator[RouterClient]:
 def decode_workers(workers: dict[str, router_pb2.WorkerStatus]) -> dict[str, router_pb2.WorkerStatus]:
     """Those that keep sessions."""
     return {name: status for name, status in workers.items() if status.info.role != types_pb2.ROLE_PREFILL}
-
-
-async def code_of(call: Any) -> grpc.StatusCode:
-    """The status a call ends with."""
-    try:
-        await call
-    except grpc.aio.AioRpcError as error:
-        return error.code()
-    return grpc.StatusCode.OK

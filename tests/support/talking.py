@@ -14,7 +14,6 @@ import grpc.aio
 
 from kvc import wire
 from kvc.core.blocks import TOKEN_BYTES
-from kvc.core.types import Executor, Mode, WorkerRef
 from kvc.engine.reference.config import DEFAULT_MODEL
 from kvc.errors import KvcError, from_rpc_error
 from kvc.evaluation.tokens import tail_tokens
@@ -24,6 +23,7 @@ from kvc.v1 import router_pb2
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from kvc.core.types import Executor, Mode, WorkerRef
     from services.local_mesh.client import RouterClient
 
 DEADLINE_S = 60.0
@@ -165,9 +165,29 @@ class Conversation:
             turn.error = from_rpc_error(error)
         finally:
             turn.ended_s = time.monotonic()
-        self._check(turn)
+        self.check(turn)
         if turn.ok:
             self.history = turn.history
+        return turn
+
+    async def leave(self, append: int, output_tokens: int, *, after_s: float = DEADLINE_S, after_tokens: int | None = None) -> Turn:
+        """The next turn, which its client leaves after a time, or when so many tokens have come; the history stays as it was."""
+        history, enough = self.history, asyncio.Event()
+
+        def look(turn: Turn) -> None:
+            if after_tokens is not None and len(turn.output) >= after_tokens * TOKEN_BYTES:
+                enough.set()
+
+        asking = asyncio.create_task(self.ask(history + self.words(append), output_tokens, on_chunk=look))
+        waiting = asyncio.create_task(enough.wait())
+        try:
+            await asyncio.wait({asking, waiting}, timeout=after_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            asking.cancel()
+            waiting.cancel()
+            await asyncio.wait({asking, waiting})
+        turn = self.turns[-1]
+        self.check(turn)
         return turn
 
     def _take(self, turn: Turn, message: router_pb2.DispatchResponse) -> None:
@@ -179,11 +199,13 @@ class Conversation:
         else:
             turn.finished = message.finished
 
-    def _check(self, turn: Turn) -> None:
+    def check(self, turn: Turn) -> None:
         """Every token that came is the right one, and a reply that is said to be whole is whole."""
         got = len(turn.output) // TOKEN_BYTES
         right = self._verifier.expected(self.session_id, turn.prompt, turn.asked_tokens)
-        assert turn.output == right[: len(turn.output)], f"wrong reply in {self.session_id} after {len(self.turns)} turns from {turn.worker}"
+        assert turn.output == right[: len(turn.output)], (
+            f"wrong reply in {self.session_id} after {len(self.turns)} turns from {turn.worker}"
+        )
         if turn.finished is not None:
             assert got == turn.asked_tokens, (got, turn.asked_tokens, turn.finished.finish_reason)
             assert turn.finished.prompt_tokens == turn.input_tokens
