@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from kvc.checks import MAX_HASHES_BYTES
 from kvc.core import events as ev
 from kvc.core.blocks import hash_chain, pack_hashes, pack_tokens
 from kvc.core.types import Executor, Facts, Reason, WorkerRef
 from kvc.v1 import router_pb2, types_pb2
 from kvc.wire import load_to_pb
-from services.router import prompts
 from services.router.ports import EngineChunk, EngineError
 from tests.support.fake_ports import no, ok
 from tests.support.mesh_server import until
@@ -203,9 +203,10 @@ async def test_bad_dispatch(fields: dict[str, Any], code: str, field: str) -> No
 async def test_bytes_that_are_no_message(raw: bytes) -> None:
     """F76."""
     async with served() as made:
-        for method, multi in (("Dispatch", made.channel.unary_stream), ("Route", made.channel.unary_unary)):
-            call = multi(f"/kvc.v1.RouterService/{method}")(raw, timeout=10.0)
-            error = await rpc_failure(call if method == "Route" else anext(aiter(call)))
+        stream: Any = made.channel.unary_stream("/kvc.v1.RouterService/Dispatch")
+        unary: Any = made.channel.unary_unary("/kvc.v1.RouterService/Route")
+        for doing in (anext(aiter(stream(raw, timeout=10.0))), unary(raw, timeout=10.0)):
+            error = await rpc_failure(doing)
             assert (error.code, error.field) == ("INVALID_ARGUMENT", "request")
 
 
@@ -253,7 +254,7 @@ class TestRoute:
     async def test_a_million_hashes(self) -> None:
         """F78: 8 MB work; more is one clear error, whether the router or gRPC itself refuses it."""
         async with served() as made:
-            most = prompts.MAX_HASHES_BYTES
+            most = MAX_HASHES_BYTES
             response = await made.stub.Route(router_pb2.RouteRequest(session_id="s", block_hashes=bytes(8 * 1_000_000)))
             assert response.prompt_blocks == 1_000_000
             await made.stub.Route(router_pb2.RouteRequest(session_id="s", block_hashes=bytes(most)))
