@@ -455,7 +455,14 @@ async def test_restart_under_the_same_address_is_another_life(tmp_path: Path) ->
 
 
 async def test_wrong_settings_are_one_line() -> None:
-    for flags, names in ((["--page-tokens", "0"], "page_tokens"), (["--kv-tokens", "4"], "kv_tokens"), (["--preset", "x"], "preset")):
+    wrong = (
+        (["--page-tokens", "0"], "page_tokens"),
+        (["--kv-tokens", "16"], "kv_tokens"),
+        (["--preset", "x"], "preset"),
+        (["--params-rho", "1.5"], "params.rho"),
+        (["--params-ticket-ttl-s", "0"], "params.ticket_ttl_s"),
+    )
+    for flags, names in wrong:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "kvc.engine.reference.main", *flags, stderr=asyncio.subprocess.PIPE
         )
