@@ -133,7 +133,7 @@ class RunningAgent:
 
 def _telemetry(config: AgentConfig) -> Telemetry:
     one = config.telemetry
-    return Telemetry.start("admission_agent", one.endpoint, insecure=one.insecure, sample_ratio=one.sample_ratio)
+    return Telemetry.start("kvc-agent", one.endpoint, insecure=one.insecure, sample_ratio=one.sample_ratio)
 
 
 @contextlib.asynccontextmanager

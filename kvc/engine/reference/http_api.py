@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
+from opentelemetry.trace import SpanKind, Status, StatusCode
 
 from kvc.engine.reference import schema
 from kvc.engine.reference.openai_api import ChatShape, CompletionShape, Shape
@@ -144,12 +145,14 @@ class HttpApi:
             yield lambda: None
             return
         context = context_from(http.headers.get("traceparent", ""))
-        with self._telemetry.tracer.start_as_current_span("engine.request", context=context) as span:
+        with self._telemetry.tracer.start_as_current_span("engine.request", context, SpanKind.SERVER) as span:
 
             def finish() -> None:
+                if request.error is not None:
+                    span.set_status(Status(StatusCode.ERROR, request.error.reason))
                 span.set_attributes(
                     {
-                        "kvc.worker": self._engine.config.worker_id,
+                        "kvc.worker_id": self._engine.config.worker_id,
                         "kvc.rid": request.rid,
                         "kvc.session_id": request.session_id,
                         "kvc.input_tokens": request.input_tokens,

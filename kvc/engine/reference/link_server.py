@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
+from opentelemetry.trace import SpanKind
+
 from kvc.engine import link
 from kvc.engine.link_io import CallFailed
 from kvc.engine.reference.admission import link_facts
@@ -126,6 +128,6 @@ class LinkDesk:
         if not self._telemetry.enabled:
             yield attributes
             return
-        with self._telemetry.tracer.start_as_current_span("engine.admit", context=context_from(traceparent)) as span:
+        with self._telemetry.tracer.start_as_current_span("engine.admit", context_from(traceparent), SpanKind.SERVER) as span:
             yield attributes
             span.set_attributes(attributes)

@@ -68,7 +68,7 @@ async def running_engine(config: EngineConfig, params: Params | None = None) -> 
     """
     engine = Engine(config, params)
     telemetry = Telemetry.start(
-        "engine", config.telemetry.endpoint, insecure=config.telemetry.insecure, sample_ratio=config.telemetry.sample_ratio
+        "kvc-engine", config.telemetry.endpoint, insecure=config.telemetry.insecure, sample_ratio=config.telemetry.sample_ratio
     )
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(telemetry.shutdown)
