@@ -14,6 +14,7 @@ import pytest
 from kvc.core.params import params_for
 from kvc.engine import link
 from kvc.engine.link_io import LinkClient
+from kvc.engine.reference.main import run
 from kvc.engine.reference.transfer import TRANSFER_VERSION, Join, Kv, Ready, Refused, Wire, checksum, prompt_digest
 from kvc.errors import Internal
 from tests.support.engines import config, paired, serving, until
@@ -454,19 +455,20 @@ async def test_restart_under_the_same_address_is_another_life(tmp_path: Path) ->
     assert epochs[0] < epochs[1]
 
 
-async def test_wrong_settings_are_one_line() -> None:
-    wrong = (
-        (["--page-tokens", "0"], "page_tokens"),
-        (["--kv-tokens", "16"], "kv_tokens"),
-        (["--preset", "x"], "preset"),
-        (["--params-rho", "1.5"], "params.rho"),
-        (["--params-ticket-ttl-s", "0"], "params.ticket_ttl_s"),
-    )
-    for flags, names in wrong:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "kvc.engine.reference.main", *flags, stderr=asyncio.subprocess.PIPE
-        )
-        _, said = await process.communicate()
-        assert process.returncode == 2
-        assert len(said.splitlines()) == 1
-        assert names in said.decode()
+WRONG_SETTINGS = [
+    (["--page-tokens", "0"], "page_tokens"),
+    (["--kv-tokens", "16"], "kv_tokens"),
+    (["--preset", "x"], "preset"),
+    (["--params-rho", "1.5"], "params.rho"),
+    (["--params-ticket-ttl-s", "0"], "params.ticket_ttl_s"),
+]
+
+
+@pytest.mark.parametrize(("flags", "name"), WRONG_SETTINGS, ids=[name for _, name in WRONG_SETTINGS])
+def test_wrong_settings_are_one_line(flags: list[str], name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(flags)
+    said = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert len(said.splitlines()) == 1
+    assert name in said
