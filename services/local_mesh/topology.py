@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 MAX_WORKERS = 64
-_SHAPE = re.compile(r"(\d{1,2})P(\d{1,2})D", re.IGNORECASE)
+_SHAPE = re.compile(r"(\d{1,2})P(\d{1,2})D", re.IGNORECASE | re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)

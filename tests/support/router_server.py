@@ -35,6 +35,7 @@ class Served:
     stub: router_pb2_grpc.RouterServiceAsyncStub
     registry: CollectorRegistry
     problems: dict[str, str]
+    target: str
 
     async def dispatch(self, timeout_s: float = 20.0, **fields: Any) -> list[router_pb2.DispatchResponse]:
         """A whole Dispatch."""
@@ -80,7 +81,7 @@ async def served(**fields: Any) -> AsyncIterator[Served]:
         server = await Server.start(ServerConfig(), register, [SERVICE], Telemetry(None), registry, no_reason)
         client = channel(f"127.0.0.1:{server.port}", max_message_bytes=64 * 1024 * 1024)
         try:
-            yield Served(made, client, router_pb2_grpc.RouterServiceStub(client), registry, problems)
+            yield Served(made, client, router_pb2_grpc.RouterServiceStub(client), registry, problems, f"127.0.0.1:{server.port}")
         finally:
             await client.close()
             await server.stop(0)
