@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _MODES = [mode.value for mode in Mode]
 _ENDS = [end.value for end in ev.End]
-_UNDECIDED = [
+UNDECIDED = [
     "CANCELLED",
     "DEADLINE_EXCEEDED",
     "EXCEEDS_CAPACITY",
@@ -64,7 +64,7 @@ class RouterMetrics(Observer):
         undecided = Counter(
             "kvc_router_undecided", "Requests that ended without a turn, by ErrorInfo.reason, or CANCELLED", ["reason"], registry=registry
         )
-        self._undecided = bound(undecided, _UNDECIDED)
+        self._undecided = bound(undecided, UNDECIDED)
         self._retries = Counter("kvc_router_retries", "Engines replaced before the first token", registry=registry)
         self._cached = Counter("kvc_router_cached_tokens", "Prompt tokens whose KV was reused, as engines report", registry=registry)
         self._prompt = Counter("kvc_router_prompt_tokens", "Prompt tokens of completed turns", registry=registry)
