@@ -37,6 +37,8 @@ _MASKED = frozenset(
         "secret",
     }
 )
+# Libraries that fill a debug log with lines of no use: gRPC writes one for each call.
+_TALKATIVE = ("asyncio", "grpc")
 _RESERVED = frozenset({"ts", "level", "service", "event"})
 
 
@@ -83,6 +85,8 @@ def configure(level: str, service: str, stream: TextIO | None = None) -> None:
     handler.setFormatter(JsonFormatter(service))
     root = logging.getLogger()
     root.setLevel(level.upper())
+    for library in _TALKATIVE:
+        logging.getLogger(library).setLevel(max(root.level, logging.INFO))
     root.handlers[:] = [handler]
 
 

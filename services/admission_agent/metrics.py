@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,7 @@ FACTS = {
     "queued_tokens": "tokens wanted by requests queued without memory",
     "running": "requests decoding",
     "pending_transfers": "KV transfers admitted and not finished",
-    "prefill_backlog_s": "prefill work queued, seconds",
+    "prefill_backlog_s": "prefill work queued",
 }
 LOADS = {
     "sessions": "sessions the engine has KV of",
@@ -51,12 +52,14 @@ class AdmitMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         """Registers them."""
-        admits = Counter("kvc_agent_admits", "Admit answers", ["outcome", "reason"], registry=registry)
+        admits = Counter("kvc_agent_admits", "Admit answers, by outcome and by mode or reason", ["outcome", "reason"], registry=registry)
         self._admits = admits
         self.admitted = bound(admits, [mode.value for mode in Mode if mode is not Mode.FALLBACK], "admitted")
         self.refused = bound(admits, [reason.value for reason in Reason], "refused")
         self.seconds = Histogram("kvc_agent_admit_seconds", "From receipt of an Admit to its answer", buckets=BUCKETS_S, registry=registry)
-        calls = Histogram("kvc_agent_link_call_seconds", "Round trip to the engine", ["call"], buckets=BUCKETS_S, registry=registry)
+        calls = Histogram(
+            "kvc_agent_link_call_seconds", "Round trip to the engine, by call", ["call"], buckets=BUCKETS_S, registry=registry
+        )
         self.calls = bound(calls, CALLS)
 
     def failed(self, reason: str) -> None:
@@ -129,7 +132,7 @@ class StateCollector(Collector):
         yield _gauge("resident_blocks", "blocks resident on the engine", self._residency.resident_blocks)
         yield _count("engine_lives", "engine connections that were accepted", self._connection.lives)
         yield _count("engine_failures", "engine connections that failed, were lost or were refused", self._connection.failures)
-        yield _counts("residency_events", "events taken from the engine", "kind", self._residency.events)
+        yield _counts("residency_events", "events taken from the engine, by kind", "kind", self._residency.events)
         yield _counts("resyncs", "snapshots sent anew, by cause", "cause", self._residency.resyncs)
         load = self._residency.load
         if load is not None:
@@ -138,7 +141,7 @@ class StateCollector(Collector):
 
 def _load(load: types_pb2.WorkerLoad) -> Iterator[Metric]:
     for name, text in FACTS.items():
-        yield _gauge(name, text, getattr(load.facts, name))
+        yield _gauge(re.sub("_s$", "_seconds", name), text, getattr(load.facts, name))
     for name, text in LOADS.items():
         yield _gauge(name, text, getattr(load, name))
     yield _count("evicted_tokens", "tokens evicted since the engine started", load.evicted_tokens)

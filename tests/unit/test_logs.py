@@ -47,6 +47,15 @@ def test_an_event_is_one_json_line(lines: io.StringIO) -> None:
     }
 
 
+def test_debug_is_ours_and_not_the_libraries(lines: io.StringIO) -> None:
+    """Of gRPC there would be one for each call."""
+    configure("debug", "router", lines)
+    logging.getLogger("grpc._cython.cygrpc").debug("[_cygrpc] Loaded running loop")
+    event(logger, "admit", level=logging.DEBUG)
+    logging.getLogger("grpc._cython.cygrpc").warning("something is wrong")
+    assert [line.get("message", line["event"]) for line in parsed(lines)] == ["admit", "something is wrong"]
+
+
 def test_prompts_and_secrets_are_masked_whatever_their_value(lines: io.StringIO) -> None:
     event(logger, "x", prompt="my diary", input_ids=[1, 2], Authorization="Bearer s3cret", nested={"auth_token": "s3cret", "ok": 1})
     (line,) = parsed(lines)

@@ -24,9 +24,9 @@ class EngineMetrics:
 
     def __init__(self, registry: CollectorRegistry, engine: Engine) -> None:
         """Registers everything."""
-        requests = Counter("kvc_engine_requests_total", "requests ended", ["outcome"], registry=registry)
+        requests = Counter("kvc_engine_requests_total", "requests ended, by outcome", ["outcome"], registry=registry)
         self._outcomes = bound(requests, ("completed", "aborted", "failed"))
-        tokens = Counter("kvc_engine_tokens_total", "tokens of requests ended", ["kind"], registry=registry)
+        tokens = Counter("kvc_engine_tokens_total", "tokens of requests ended, by kind", ["kind"], registry=registry)
         self._tokens = bound(tokens, ("prompt", "cached", "prefilled", "output"))
         buckets = LATENCY_BUCKETS_S
         self._ttft = Histogram("kvc_engine_ttft_seconds", "modelled time to first token", registry=registry, buckets=buckets)
@@ -68,7 +68,7 @@ class _States(Collector):
         yield kv
         yield GaugeMetricFamily("kvc_engine_kv_capacity_tokens", "KV pool", value=pool.capacity_pages * page)
         yield GaugeMetricFamily("kvc_engine_kv_peak_tokens", "most KV held and reserved so far", value=pool.peak_used_pages * page)
-        requests = GaugeMetricFamily("kvc_engine_requests", "requests in flight by state", labels=["state"])
+        requests = GaugeMetricFamily("kvc_engine_active_requests", "requests in flight by state", labels=["state"])
         states = {
             "waiting": len(scheduler.waiting),
             "pulling": len(scheduler.pulling),
