@@ -102,7 +102,7 @@ def said(outcome: Outcome) -> Mode | Reason:
     return outcome.mode if isinstance(outcome, Admission) else outcome.reason
 
 
-@settings(max_examples=1500)
+@settings(max_examples=1000)
 @given(question=questions(), offer=OFFERS)
 def test_admit_paper_profile_is_the_text(question: tuple[Facts, Turn], offer: PrefillOffer | None) -> None:
     """ADMIT-9: under `paper`, Admit answers what Algorithm 2 answers, with the paper's reason."""
@@ -112,7 +112,7 @@ def test_admit_paper_profile_is_the_text(question: tuple[Facts, Turn], offer: Pr
     assert said(admit(facts, asked, params, offer)) == expected
 
 
-@settings(max_examples=1500)
+@settings(max_examples=1000)
 @given(question=questions(), offer=OFFERS)
 def test_admit_default_profile_is_the_rulings(question: tuple[Facts, Turn], offer: PrefillOffer | None) -> None:
     """ADMIT-1 to ADMIT-8: under `default`, Admit answers what the rulings say."""
@@ -130,7 +130,7 @@ def test_admit_default_profile_is_the_rulings(question: tuple[Facts, Turn], offe
         assert outcome.executor is Executor.LOCAL
 
 
-@settings(max_examples=500)
+@settings(max_examples=300)
 @given(question=questions(), more=st.integers(1, 500))
 def test_admit_is_monotone_in_room(question: tuple[Facts, Turn], more: int) -> None:
     """R7: evictable KV counts as free, and giving memory back never turns a yes into a no for lack of room."""

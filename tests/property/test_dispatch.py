@@ -91,7 +91,7 @@ def converse(data: st.DataObject, sigma: Sigma, asked: Turn, limit: int = 12) ->
     return drive(dispatch(asked, sigma, "r"), answer)
 
 
-@settings(max_examples=1500)
+@settings(max_examples=1000)
 @given(data=st.data(), sigma=meshes())
 def test_probes_are_bounded_and_nobody_is_asked_twice(data: st.DataObject, sigma: Sigma) -> None:
     """I2 and I3: at most epsilon answers a sweep, and by default no worker that answered is asked again in it."""
@@ -109,7 +109,7 @@ def test_probes_are_bounded_and_nobody_is_asked_twice(data: st.DataObject, sigma
             assert not busy(answer) or before.worker == after.worker
 
 
-@settings(max_examples=1500)
+@settings(max_examples=1000)
 @given(data=st.data(), sigma=meshes())
 def test_books_balance_whatever_is_answered(data: st.DataObject, sigma: Sigma) -> None:
     """I4 and R11: an ended dispatch has exactly its decision in flight, and nothing once the turn has ended."""
@@ -139,7 +139,7 @@ def test_books_balance_whatever_is_answered(data: st.DataObject, sigma: Sigma) -
     assert len(result.probes) == len(attempts)
 
 
-@settings(max_examples=1500)
+@settings(max_examples=1000)
 @given(data=st.data(), sigma=meshes())
 def test_only_answers_count_as_rejects(data: st.DataObject, sigma: Sigma) -> None:
     """R13 and R4: rejects grow by counted answers only, and an admission clears those of its worker."""
@@ -156,7 +156,7 @@ def test_only_answers_count_as_rejects(data: st.DataObject, sigma: Sigma) -> Non
         assert sigma.rejects("s", ref.worker_id) == expected
 
 
-@settings(max_examples=1000)
+@settings(max_examples=700)
 @given(data=st.data(), sigma=meshes())
 def test_the_worker_that_admitted_is_the_worker_that_runs(data: st.DataObject, sigma: Sigma) -> None:
     """F74: one decision names the decode worker once: the one that answered yes; a prefill worker only when it was offered."""
@@ -173,7 +173,7 @@ def test_the_worker_that_admitted_is_the_worker_that_runs(data: st.DataObject, s
     assert (result.mode, result.executor) == (answer.admission.mode, answer.admission.executor)
 
 
-@settings(max_examples=1000)
+@settings(max_examples=700)
 @given(data=st.data(), sigma=meshes(params_for("default", tau_append_tokens=100)))
 def test_fallback_avoids_who_just_refused(data: st.DataObject, sigma: Sigma) -> None:
     """R3, R27, R23: Fallback goes to a worker that did not refuse in this sweep, with most room, while there is one; without ticket."""

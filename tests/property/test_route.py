@@ -31,7 +31,7 @@ PROFILES = st.sampled_from(
 )
 
 
-@settings(max_examples=2500)
+@settings(max_examples=1500)
 @given(
     params=PROFILES,
     log=logs(),
@@ -96,7 +96,7 @@ def warm_sessions(draw: st.DrawFn) -> tuple[Sigma, str, array[int], WorkerRef]:
     return sigma, "s", prefix, home
 
 
-@settings(max_examples=1000)
+@settings(max_examples=600)
 @given(case=warm_sessions(), append=st.integers(0, 400), tail=st.integers(0, 23), evictable=st.integers(0, 40_000))
 def test_theorem_2_a_warm_session_runs_direct_where_its_kv_is(
     case: tuple[Sigma, str, array[int], WorkerRef], append: int, tail: int, evictable: int

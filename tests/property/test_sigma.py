@@ -55,7 +55,7 @@ def assert_same(sigma: Sigma, slow: SlowSigma) -> None:
             assert sigma.rejects(name, worker_id) == slow.rejects[name, worker_id]
 
 
-@settings(max_examples=1000)
+@settings(max_examples=700)
 @given(
     log=logs(max_size=60), params=st.sampled_from([params_for("default"), params_for("paper"), params_for("paper", reset_on_admit=False)])
 )
@@ -68,7 +68,7 @@ def test_sigma_equals_its_oracle(log: list[ev.Event], params: Params) -> None:
     assert_same(sigma, fold(params, log))
 
 
-@settings(max_examples=500)
+@settings(max_examples=400)
 @given(log=logs(max_size=60))
 def test_a_log_replays_bit_exact(log: list[ev.Event]) -> None:
     """STATE-1: the same events, through a file, give the same Σ to the last bit."""
@@ -80,7 +80,7 @@ def test_a_log_replays_bit_exact(log: list[ev.Event]) -> None:
     assert everything(once) == everything(again)
 
 
-@settings(max_examples=500)
+@settings(max_examples=400)
 @given(log=logs(max_size=60))
 def test_everything_ends(log: list[ev.Event]) -> None:
     """I4, F58: when every open turn has ended and every session is closed, nothing is in flight, placed or remembered."""

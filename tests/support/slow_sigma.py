@@ -122,7 +122,7 @@ class SlowSigma:
             case ev.TurnArrived(session_id, chain, _):
                 self.chains[session_id] = list(chain)
                 self.orphans -= {attempt for attempt, turn in self.open.items() if turn.session_id == session_id}
-            case ev.Assigned(ref):
+            case ev.Assigned(ref) if self.lives_now(ref):
                 self.assigned[ref] += 1
             case ev.Started():
                 self.started(event)
@@ -132,7 +132,7 @@ class SlowSigma:
                 self.failures[ref] = 0
                 if reason.counts_as_reject and self.lives_now(ref) and session_id in self.chains:
                     self.rejects[session_id, ref.worker_id] += 1
-            case ev.WorkerUnreachable(ref, gone):
+            case ev.WorkerUnreachable(ref, gone) if self.lives_now(ref):
                 self.failures[ref] += 1
                 if gone or self.failures[ref] >= 3:
                     self.unhealthy.add(ref)
