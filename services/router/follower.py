@@ -79,7 +79,7 @@ class Follower:
         """Follows until it is cancelled."""
         failures = 0
         while True:
-            refused = False
+            refused, began_s = False, asyncio.get_running_loop().time()
             try:
                 await self._follow()
                 problem = "the agent ended the stream"
@@ -96,7 +96,8 @@ class Follower:
             except Exception as error:  # noqa: BLE001 - whatever one agent sends, the others are followed on
                 event(logger, "follower_fault", level=logging.ERROR, error=error, target=self.target)
                 problem = f"a fault while following: {type(error).__name__}"
-            failures = 0 if self.followed.is_set() else failures + 1
+            lasted_s = asyncio.get_running_loop().time() - began_s
+            failures = 0 if self.followed.is_set() and lasted_s > self._config.backoff_cap_s else failures + 1
             self._lost(problem, refused=refused)
             bound = min(self._config.backoff_cap_s, self._config.backoff_base_s * 2.0 ** min(failures, 16))
             await asyncio.sleep(random.uniform(bound / 4, bound))  # noqa: S311 - spreads reconnects, guards nothing

@@ -86,7 +86,8 @@ class Runner:
 
     def _call(self, job: Job, decision: Decision, worker: WorkerInfo, bootstrap: tuple[str, int, int] | None) -> EngineCall:
         admission = decision.admission
-        own = f"{decision.attempt.request_id}.{decision.attempt.attempt_number}"
+        # Never like a ticket, whatever a caller names its request.
+        own = f"turn-{decision.attempt.request_id}.{decision.attempt.attempt_number}"
         return EngineCall(
             url=worker.engine_url,
             rid=admission.ticket if admission is not None and worker.ref == decision.decode else own,

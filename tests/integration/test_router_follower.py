@@ -342,6 +342,18 @@ async def test_pauses_grow() -> None:
         assert time.monotonic() - start_s >= 0.01 + 0.02 + 0.04 + 5 * 0.05
 
 
+async def test_pauses_grow_also_when_every_stream_ends_at_once() -> None:
+    """An agent that greets and hangs up costs a snapshot each time."""
+    async with agent(chain=CHAIN) as one, following(backoff_base_s=0.02, backoff_cap_s=0.2) as made:
+        start_s = time.monotonic()
+        made.follow(one)
+        for number in range(1, 8):
+            await until(lambda number=number: one.described == number and len(one.followers) == 1)  # type: ignore[misc]  # bound now
+            one.say(None)
+        await until(lambda: one.described == 8)
+        assert time.monotonic() - start_s >= 0.01 + 0.02 + 0.04 + 4 * 0.05
+
+
 async def test_a_fault_in_one_follower_is_contained(caplog: pytest.LogCaptureFixture) -> None:
     async with agent(chain=CHAIN) as one, following() as made:
         follower = await made.followed(one)

@@ -82,7 +82,7 @@ async def test_local() -> None:
 async def test_a_turn_without_a_ticket_has_an_id_of_its_own() -> None:
     async with bench() as made:
         await collect(made.stream(prefill=False))
-        assert made.engines.calls[0].rid == "r.2"
+        assert made.engines.calls[0].rid == "turn-r.2"
 
 
 async def test_prefill_and_decode_run_at_once() -> None:
@@ -99,7 +99,7 @@ async def test_prefill_and_decode_run_at_once() -> None:
         assert decode.bootstrap is not None
         assert decode.bootstrap[:2] == ("10.0.0.1", 9000)
         assert 0 <= decode.bootstrap[2] < 2**63
-        assert (decode.rid, prefill.rid) == ("kvc-1", "r.2")
+        assert (decode.rid, prefill.rid) == ("kvc-1", "turn-r.2")
         assert made.prefilled == 1
 
 
