@@ -19,9 +19,10 @@ def prefill_offer(
     """The prefill worker that would be done first, and its terms (R24); round robin over healthy P when executor is "prefill".
 
     Returns:
-        (None, None) when |P| = 0, or the decode worker takes no KV from others (R25).
+        (None, None) when |P| = 0, none of P takes prompts of this length (F10), or the decode worker takes no KV from others (R25).
     """
-    pool = [worker for worker in sigma.prefill_workers() if worker.ref not in avoid]
+    able = (worker for worker in sigma.prefill_workers() if turn.input_tokens <= worker.info.max_input_tokens)
+    pool = [worker for worker in able if worker.ref not in avoid]
     if not pool or decode.info.role is Role.MONOLITHIC:
         return None, None
     if sigma.params.executor == "prefill":
