@@ -55,6 +55,9 @@ class EnginesConfig:
 
     connect_timeout_s: float = setting(2.0, help="longest wait for a connection", minimum=0.01, maximum=60.0)
     retries: int = setting(3, help="engines tried for one request before its first token, after the first", minimum=0, maximum=16)
+    lost_s: float = setting(
+        2.0, help="a worker that is away for this long owes no first token any more: turns run elsewhere", minimum=0.0, maximum=3600.0
+    )
     coalesce_s: float = setting(0.02, help="chunks within this time travel as one; the first is never held back", minimum=0.0, maximum=1.0)
 
 

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from kvc.core.types import Give
 from kvc.errors import DeadlineExceeded, Exhausted, InvalidField, KvcError, Precondition, TooLarge, Unavailable
+from services.router.ports import EngineError
 from services.router.runner import PrefillFailedError
 
 if TYPE_CHECKING:
     from kvc.core.types import Decision, GaveUp, Turn, WorkerRef
-    from services.router.ports import EngineError
 
 # The request or the moment was wrong, no worker: the next try may use the same ones.
 _NOBODYS = frozenset(
@@ -31,6 +31,12 @@ class TurnFailedError(Exception):
         super().__init__(str(error))
         self.error = error
         self.started = started
+
+
+def lost(decision: Decision, ref: WorkerRef) -> EngineError:
+    """A worker went away, engine or agent, before it gave the turn its first token."""
+    kind = PrefillFailedError if ref == decision.prefill else EngineError
+    return kind(0, "worker-lost", f"nobody hears of worker {ref.worker_id} any more", gone=True)
 
 
 def guilty(decision: Decision, error: EngineError) -> WorkerRef | None:

@@ -100,6 +100,7 @@ async def running_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
         router = Router(config, admission, engines, clock, janitor, observer)
         registry.register(SigmaCollector(router, janitor))
         stack.callback(router.room.close)
+        stack.callback(router.owed.close)
         followers = tuple(
             Follower(target, agents, config.agents, config.params.block_tokens, router.apply, router.loads.__setitem__)
             for target in config.agents.targets

@@ -26,7 +26,8 @@ from kvc.core.dispatch import Ask, Pause, Resumed, Unreachable, WaitForRoom, dis
 from kvc.core.state import Sigma
 from kvc.core.types import Decision, GaveUp, WorkerRef
 from services.router.claims import Claims
-from services.router.failures import TurnFailedError, gave_up, guilty, no_worker, out_of_time, typed
+from services.router.failures import TurnFailedError, gave_up, guilty, lost, no_worker, out_of_time, typed
+from services.router.owed import Owed
 from services.router.ports import EngineChunk, EngineError, Observer, Request, Result, Started
 from services.router.prompts import Chains
 from services.router.runner import Job, PrefillFailedError, Runner
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from kvc.v1 import types_pb2
     from services.router.config import RouterConfig
     from services.router.janitor import Janitor
+    from services.router.owed import Debt
     from services.router.ports import AdmissionPort, EnginePort, Output
 
 
@@ -76,6 +78,7 @@ class Router:
         self.room = RoomQueue(config.params.queue_limit, config.params.ageing_tokens_per_s, clock)
         self.claims = Claims(config.requests.max_turns)
         self.gate = SessionGate(config.requests.session_waiters, clock)
+        self.owed = Owed(config.engines.lost_s)
         self.loads: dict[str, types_pb2.WorkerLoad] = {}
         self._admission = admission
         self._runner = Runner(engines)
@@ -88,8 +91,12 @@ class Router:
         """An event from outside a dispatch: changes Σ, and lets a waiting turn try again when it may have made room."""
         if isinstance(event, ev.WorkerJoined):
             self.chains.use_seed(event.info.hash_seed)
+            self.owed.back(event.info.ref)
         elif isinstance(event, ev.WorkerLeft):
             self.loads.pop(event.worker_id, None)
+            self.owed.over(event.worker_id)
+        elif isinstance(event, ev.WorkerHealth):
+            (self.owed.back if event.healthy else self.owed.away)(event.ref)
         self.sigma.apply(event)
         if isinstance(event, ev.LoadReported | ev.ResidencyReset | ev.WorkerDraining):
             self.room.notify()
@@ -314,19 +321,35 @@ class Router:
             raise PrefillFailedError(0, "worker-left", "the prefill worker left before the turn reached it", gone=True)
         job = Job(request.session_id, request.tokens, request.text, request.max_new_tokens, request.temperature, request.traceparent)
         info = prefill.info if prefill is not None else None
+        owing = (decision.decode,) if decision.prefill is None else (decision.decode, decision.prefill)
         async with aclosing(self._runner.run(job, decision, decode.info, info, lambda: self._prefilled(decision))) as stream:
-            while True:
-                limit = asyncio.timeout(max(0.0, request.deadline_s - self._clock.now_s()))
-                try:
-                    async with limit:
-                        chunk = await anext(stream)
-                except StopAsyncIteration:
-                    return
-                except TimeoutError:
-                    if not limit.expired():
-                        raise
-                    raise out_of_time("the engine worked on it") from None
+            with self.owed.by(*owing) as debt:
+                chunk = await self._next(stream, request, decision, debt)
+            while chunk is not None:
                 yield chunk
+                chunk = await self._next(stream, request, decision)
+
+    async def _next(
+        self, stream: AsyncGenerator[EngineChunk, None], request: Request, decision: Decision, debt: Debt | None = None
+    ) -> EngineChunk | None:
+        """The next chunk; None at the end.
+
+        Raises:
+            EngineError: an engine failed, or a worker that owes the first chunk is lost.
+            DeadlineExceeded: the request's time is over.
+        """
+        limit = asyncio.timeout(max(0.0, request.deadline_s - self._clock.now_s()))
+        try:
+            async with limit:
+                if debt is not None:
+                    debt.limit = limit
+                return await anext(stream, None)
+        except TimeoutError:
+            if debt is not None and debt.lost is not None:
+                raise lost(decision, debt.lost) from None
+            if not limit.expired():
+                raise
+            raise out_of_time("the engine worked on it") from None
 
     def _prefilled(self, decision: Decision) -> None:
         """The prefill worker is done: the KV has moved, which may be what others waited for (R15)."""
