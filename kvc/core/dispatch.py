@@ -190,7 +190,11 @@ def _sweep(turn: Turn, sigma: Sigma, request_id: str, run: _Run) -> Generator[Ef
         again = None
         attempt = run.attempt(request_id)
         prefill, offer = prefill_offer(turn, sigma, worker, run.avoid)
-        answer = yield Ask(ref, attempt, turn, offer)
+        sigma.apply(ev.Asked(attempt, ref))
+        try:
+            answer = yield Ask(ref, attempt, turn, offer)
+        finally:  # also when the dispatch is closed while it waits
+            sigma.apply(ev.Answered(attempt))
         if sigma.worker(ref) is None and not isinstance(answer, Unreachable):
             # That life ended while it answered: the answer is void, and so is a ticket it gave.
             answer = Unreachable("STALE_EPOCH", gone=True, elapsed_s=getattr(answer, "elapsed_s", 0.0))
@@ -350,9 +354,12 @@ def _fallback_now(turn: Turn, sigma: Sigma, workers: list[WorkerState], run: _Ru
     if sigma.params.queue_limit == 0:
         return _fallback_worker(turn, sigma, workers, run)
     need = turn.input_tokens + turn.output_reserve_tokens
-    slack = 1.0 - sigma.params.rho
+    rho = sigma.params.rho
+    # Compared as Admit compares, so that what Admit takes to the token fits here, too.
     free = [
-        worker for worker in workers if worker.ref not in run.refused and worker.room_tokens - slack * worker.info.capacity_tokens >= need
+        worker
+        for worker in workers
+        if worker.ref not in run.refused and worker.info.capacity_tokens - worker.room_tokens + need <= rho * worker.info.capacity_tokens
     ]
     return _fallback_worker(turn, sigma, free, run)
 

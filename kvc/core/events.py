@@ -100,6 +100,21 @@ class Assigned:
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """A question is on its way to d: until Answered it counts like a turn in flight for placement (R26, F54)."""
+
+    attempt: Attempt
+    ref: WorkerRef
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The question was answered, or nobody waits for its answer any more."""
+
+    attempt: Attempt
+
+
+@dataclass(frozen=True, slots=True)
 class Started:
     """A turn was admitted, or sent to d as Fallback: inflight[d] += 1 until TurnEnded of the same attempt (R11).
 
@@ -168,6 +183,8 @@ Event = (
     | LoadReported
     | TurnArrived
     | Assigned
+    | Asked
+    | Answered
     | Started
     | PrefillDone
     | Refused

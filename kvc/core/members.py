@@ -20,6 +20,7 @@ class WorkerState:
     fresh: bool = False
     facts: Facts | None = None
     inflight: int = 0
+    asked: int = 0
     assigned: int = 0
     failures: int = 0
     placed_tokens: int = 0

@@ -151,8 +151,11 @@ def score_of(worker: WorkerState, session: SessionState | None, overlap: int, si
 
 
 def placement_load(worker: WorkerState, sigma: Sigma) -> float:
-    """R26: tokens of all open sessions on the worker over K_d, plus a weight for each turn in flight."""
-    return worker.load + sigma.params.inflight_weight * worker.inflight
+    """R26: tokens of all open sessions on the worker over K_d, plus a weight for each turn in flight or asked about.
+
+    A question counts from the moment it is asked: else a burst that arrives within one round trip sees the same numbers and piles up.
+    """
+    return worker.load + sigma.params.inflight_weight * (worker.inflight + worker.asked)
 
 
 def explain(turn: Turn, sigma: Sigma, exclude: AbstractSet[WorkerRef] = frozenset()) -> list[Candidate]:

@@ -53,6 +53,7 @@ class Sigma:
         self.workers: dict[str, WorkerState] = {}
         self.sessions: dict[str, SessionState] = {}
         self.open: dict[Attempt, OpenTurn] = {}
+        self.asking: dict[Attempt, WorkerRef] = {}
         self.forest = Forest(forest_bytes)
         self.prefill_cursor = 0
         self.decode_cursor = 0
@@ -67,6 +68,8 @@ class Sigma:
             ev.LoadReported: self._load_reported,
             ev.TurnArrived: self._turn_arrived,
             ev.Assigned: self._assigned,
+            ev.Asked: self._asked,
+            ev.Answered: self._answered,
             ev.Started: self._started,
             ev.PrefillDone: self._prefill_done,
             ev.Refused: self._refused,
@@ -140,6 +143,7 @@ class Sigma:
         fresh = WorkerState(info, draining=known.draining if known is not None else False)
         self._void(known)
         self.workers[info.ref.worker_id] = fresh
+        fresh.asked = sum(ref == info.ref for ref in self.asking.values())
         for turn in self.open.values():  # a worker that left and is back under the same epoch still has its turns
             fresh.inflight += (turn.started.ref == info.ref) + (turn.prefill_open and turn.started.prefill == info.ref)
             fresh.prefill_tokens += turn.started.prefill_tokens if turn.prefill_open and turn.started.prefill == info.ref else 0
@@ -207,6 +211,18 @@ class Sigma:
         if worker is not None:
             worker.assigned += 1
 
+    def _asked(self, event: ev.Asked) -> None:
+        worker = self.worker(event.ref)
+        if worker is not None and event.attempt not in self.asking:
+            self.asking[event.attempt] = event.ref
+            worker.asked += 1
+
+    def _answered(self, event: ev.Answered) -> None:
+        ref = self.asking.pop(event.attempt, None)
+        worker = self.worker(ref) if ref is not None else None
+        if worker is not None:
+            worker.asked -= 1
+
     def _started(self, event: ev.Started) -> None:
         if event.attempt in self.open:
             return
@@ -221,8 +237,11 @@ class Sigma:
             prefill.inflight += 1
             prefill.assigned += 1
             prefill.prefill_tokens += event.prefill_tokens
-        session = self.sessions.setdefault(event.session_id, SessionState())
+        # Only an arrival makes a session: one that was closed while its turn was being decided stays closed.
+        session = self.sessions.setdefault(event.session_id, SessionState(closed=True))
         session.open_turns += 1
+        if session.closed:
+            return
         self._place(session, event.ref, event.tokens)
         if worker is None or event.mode is Mode.FALLBACK:
             return
@@ -245,9 +264,9 @@ class Sigma:
         worker = self.worker(event.ref)
         if worker is not None:
             worker.failures = 0
-        if worker is not None and event.reason.counts_as_reject:
-            rejects = self.sessions.setdefault(event.session_id, SessionState()).rejects
-            rejects[event.ref.worker_id] = rejects.get(event.ref.worker_id, 0) + 1
+        session = self.sessions.get(event.session_id)
+        if worker is not None and session is not None and not session.closed and event.reason.counts_as_reject:
+            session.rejects[event.ref.worker_id] = session.rejects.get(event.ref.worker_id, 0) + 1
 
     def _worker_unreachable(self, event: ev.WorkerUnreachable) -> None:
         worker = self.worker(event.ref)
@@ -329,6 +348,7 @@ class Sigma:
             turns = [turn.started for turn in self.open.values()]
             decoding = sum(turn.ref == worker.ref for turn in turns)
             prefilling = [t.started for t in self.open.values() if t.prefill_open and t.started.prefill == worker.ref]
+            assert worker.asked == sum(ref == worker.ref for ref in self.asking.values()), f"asked[{worker.ref}] = {worker.asked}"
             assert worker.inflight == decoding + len(prefilling), f"inflight[{worker.ref}] = {worker.inflight}"
             assert worker.prefill_tokens == sum(turn.prefill_tokens for turn in prefilling)
             placed = [session for session in self.sessions.values() if session.placed == worker.ref]
