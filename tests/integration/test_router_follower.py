@@ -65,7 +65,7 @@ class Following:
 
 @asynccontextmanager
 async def following(**fields: Any) -> AsyncIterator[Following]:
-    config = AgentsConfig(**({"backoff_base_s": 0.01, "backoff_cap_s": 0.05, "silence_s": 5.0} | fields))
+    config = AgentsConfig(**({"backoff_base_s": 0.01, "backoff_cap_s": 0.05, "silence_s": 60.0} | fields))
     async with world() as made, Agents(config) as agents:
         one = Following(made, agents, config)
         try:
@@ -227,13 +227,28 @@ async def test_a_worker_that_moves_to_another_agent() -> None:
 async def test_two_agents_for_one_worker(caplog: pytest.LogCaptureFixture) -> None:
     """The second is refused while the first is followed, and takes over when that one is gone."""
     async with agent(chain=CHAIN) as one, agent(chain=CHAIN[:1]) as two, following() as made:
-        await made.followed(one)
+        first = await made.followed(one)
         second = made.follow(two)
         await until(lambda: "answers for worker d0 already" in second.why_not)
         assert made.resident() == set(CHAIN)
         assert logged(caplog, "agent_refused")[0]["level"] == "error"
         await one.stop()
         await asyncio.wait_for(second.followed.wait(), 10)
+        lost = first._lost
+        tries: list[str] = []
+
+        def counted(problem: str, *, refused: bool) -> None:
+            tries.append(problem)
+            lost(problem, refused=refused)
+
+        first._lost = counted  # type: ignore[method-assign]  # counts the tries
+        await until(lambda: len(tries) == 2)
+        assert made.resident() == set(CHAIN[:1])
+        assert made.state().why_not == "", "what the first agent still loses is not its worker any more"
+        one.info = worker("x1", capabilities=CAPABLE)
+        await one.start()
+        await asyncio.wait_for(first.followed.wait(), 10)
+        assert made.state().why_not == ""
         assert made.resident() == set(CHAIN[:1])
 
 

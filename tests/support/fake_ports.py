@@ -239,6 +239,7 @@ class World:
             "sessions held": len(self.router.gate),
             "waiting": len(self.router.room),
             "requests": len(self.router.claims),
+            "places": len(self.router.room._claims),
             "releases": self.janitor.pending,
             "inflight": sum(abs(state.inflight) for state in sigma.workers.values()),
             "sessions with turns": sum(session.open_turns != 0 for session in sigma.sessions.values()),

@@ -148,6 +148,17 @@ async def test_a_connection_is_used_again_after_a_whole_stream() -> None:
         assert server.connections == 1
 
 
+async def test_an_end_that_comes_a_little_later() -> None:
+    async with engines([head() + chunk(WHOLE_STREAM), "wait", END]) as (client, server):
+        for _ in range(3):
+            server.go.clear()
+            chunks = client.generate(call(server.url))
+            assert [await anext(chunks), await anext(chunks)] == CHUNKS
+            asyncio.get_running_loop().call_later(0.02, server.go.set)
+            assert await anext(chunks, None) is None
+        assert server.connections == 1
+
+
 async def test_done_without_an_end_of_the_body() -> None:
     """The turn is complete; a connection whose end does not come is not used again, and not waited for long."""
     async with engines([head() + chunk(WHOLE_STREAM), "hang"]) as (client, server):
@@ -347,6 +358,13 @@ async def test_prefill_failures(script: Script, reason: str) -> None:
     """F32: a half that failed is no success, whatever its status says."""
     async with engines(script) as (client, server):
         assert (await failure(client, call(server.url), prefill=True)).reason == reason
+
+
+async def test_an_endless_prefill_reply() -> None:
+    block = chunk(b" " * (1 << 20))
+    async with engines([head(), *([block] * (MAX_EVENT_BYTES // (1 << 20) + 2)), "hang"]) as (client, server):
+        assert (await failure(client, call(server.url), prefill=True)).message.startswith("a body of more than")
+        await until(lambda: server.closed_by_client == 1)
 
 
 async def test_many_turns_at_once_do_not_wait_for_each_other() -> None:

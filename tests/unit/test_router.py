@@ -8,6 +8,7 @@ import pytest
 
 from kvc.core import events as ev
 from kvc.core.blocks import hash_chain, pack_tokens
+from kvc.core.dispatch import Refused
 from kvc.core.types import Attempt, Executor, Facts, Mode, Reason, WorkerRef
 from kvc.errors import Exhausted, TooLarge
 from services.router.ports import EngineChunk, Result, Started
@@ -108,6 +109,23 @@ async def test_a_refused_turn_waits_and_is_admitted_when_room_comes() -> None:
         result = await asyncio.wait_for(task, 10)
         assert result.decision.mode is Mode.SEED
         assert result.decision.queued_s > 0
+        await made.check()
+
+
+async def test_room_for_many_wakes_all_of_them() -> None:
+    """R28: one report that there is room; each turn that gets its share wakes the next one, before any of them ends."""
+    async with world() as made:
+        d0 = made.join("d0")
+        full = Refused(no(Reason.NO_D_CAPACITY).rejection, Facts(92_104, held_tokens=92_104))
+        made.admission.answer = lambda _ask: full
+        tasks = [asyncio.create_task(made.result(made.request(f"s{number}"))) for number in range(10)]
+        await until(lambda: len(made.router.room) == 10)
+        made.admission.answer = lambda _ask: None
+        made.engines.steps.hold("connect")
+        made.router.apply(ev.LoadReported(d0, Facts(92_104)))
+        await until(lambda: made.engines.live == 10)
+        made.engines.steps.go("connect")
+        await asyncio.gather(*tasks)
         await made.check()
 
 

@@ -100,17 +100,16 @@ async def test_idle_sessions_are_forgotten() -> None:
     """F50: sessions are bounded in number, least recently used first; one with a turn in flight stays."""
     async with world(requests={"max_sessions": 3}) as made:
         made.join("d0")
-        made.engines.steps.hold("connect")
-        old = asyncio.create_task(made.run(made.request("in flight")))
-        await made.engines.steps.reached("connect")
-        made.engines.steps.go("connect")
-        await old
-        for number in range(20):
-            await made.run(made.request(f"s{number}"))
-            assert len(made.router.sigma.sessions) <= 4
-        assert set(made.router.sigma.sessions) == {"s17", "s18", "s19"}
+        await made.run(made.request("in flight"))
+        async with made.router.gate.turn("in flight", made.request().deadline_s):
+            for number in range(20):
+                await made.run(made.request(f"s{number}"))
+                assert len(made.router.sigma.sessions) <= 4
+                assert "in flight" in made.router.sigma.sessions
+        for number in range(3):
+            await made.run(made.request(f"t{number}"))
         made.router.forget_idle(at_most=10)
-        assert len(made.router.sigma.sessions) == 3
+        assert set(made.router.sigma.sessions) == {"t0", "t1", "t2"}
         await made.check()
 
 

@@ -41,6 +41,12 @@ class Source:
             self.closed = True
 
 
+async def turns(count: int = 20) -> None:
+    """Lets everything that is ready run."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
 async def test_the_first_is_sent_at_once_and_the_next_ones_together() -> None:
     source = Source()
     told = batches(source.outputs(), 0.05)
@@ -70,8 +76,12 @@ async def test_the_end_is_not_held_back() -> None:
     told = batches(source.outputs(), 60.0)
     source.put(0)
     await anext(told)
-    source.put(1, 2, None)
-    assert await asyncio.wait_for(anext(told), 5) == [1, 2]
+    source.put(1)
+    held = asyncio.ensure_future(anext(told))
+    await turns()
+    assert not held.done()
+    source.put(2, None)
+    assert await asyncio.wait_for(held, 5) == [1, 2]
     with pytest.raises(StopAsyncIteration):
         await anext(told)
 
@@ -81,8 +91,12 @@ async def test_an_error_comes_after_everything_before_it_and_is_not_held_back() 
     told = batches(source.outputs(), 60.0)
     source.put(0)
     await anext(told)
-    source.put(1, Unavailable("died"))
-    assert await asyncio.wait_for(anext(told), 5) == [1]
+    source.put(1)
+    held = asyncio.ensure_future(anext(told))
+    await turns()
+    assert not held.done()
+    source.put(Unavailable("died"))
+    assert await asyncio.wait_for(held, 5) == [1]
     with pytest.raises(Unavailable, match="died"):
         await anext(told)
 
@@ -107,8 +121,8 @@ async def test_a_client_that_does_not_read_holds_the_source_back() -> None:
     source.put(*range(5 * relay.AHEAD), None)
     told = batches(source.outputs(), 0.0)
     seen = await anext(told)
-    for _ in range(20):
-        await asyncio.sleep(0)
+    await turns()
+    assert len(seen) <= relay.AHEAD
     assert source.taken <= len(seen) + relay.AHEAD
     async for batch in told:
         assert len(batch) <= relay.AHEAD

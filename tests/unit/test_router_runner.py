@@ -171,7 +171,7 @@ async def test_decode_fails_because_prefill_did() -> None:
         made.steps.hold("prefill")
         made.engines.prefills["http://p0"] = [BROKEN]
         task = asyncio.create_task(collect(made.stream()))
-        await made.steps.reached("prefill")
+        await until(lambda: made.engines.closed == 1)
         made.steps.go("prefill")
         with pytest.raises(PrefillFailedError, match="cuda-error"):
             await task
@@ -187,6 +187,9 @@ async def test_decode_ends_before_the_prefill_reply() -> None:
         assert chunks[-1].finish_reason == "length"
         end = asyncio.ensure_future(anext(stream, None))
         await made.steps.reached("reply")
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not end.done()
         assert made.engines.live_prefills == 1
         made.steps.go("reply")
         assert await end is None

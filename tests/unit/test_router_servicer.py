@@ -230,6 +230,7 @@ class TestRoute:
             chain = hash_chain(prompt, 24, 0)
             world.router.apply(ev.ResidencyReset(d1, tuple(chain[:6])))
             world.router.apply(ev.WorkerDraining("d3", draining=True))
+            world.router.sigma.apply(ev.TurnArrived("s", chain, 240))
             for _ in range(3):
                 world.router.sigma.apply(ev.Refused("s", d2, Reason.NO_D_CAPACITY))
             for fields in ({"packed_input_ids": prompt}, {"block_hashes": pack_hashes(chain)}, {"input_ids": IDS(ids=range(240))}):
