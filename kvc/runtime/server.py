@@ -144,7 +144,8 @@ def _bind(server: grpc.aio.Server, config: ServerConfig) -> int:
         credentials = server_credentials(config.tls_cert, config.tls_key, config.tls_client_ca)
         return server.add_secure_port(address, credentials)
     except RuntimeError as error:
-        raise ConfigError(f"server.port: cannot listen on {address}: {error}") from None
+        what = str(error).partition(";")[0]  # the rest is advice on gRPC's own debugging
+        raise ConfigError(f"server.port: cannot listen on {address}, which is taken or not of this machine: {what}") from None
 
 
 def _warn_if_open(config: ServerConfig) -> None:

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
-DEFAULT_PORT = 50050
+DEFAULT_PORT = 5820
+"""Below the range from which Linux takes ports of its own choice (32768 on): there, any connection could hold the port already."""
 DEFAULT_ROUTER = f"127.0.0.1:{DEFAULT_PORT}"
 
 
