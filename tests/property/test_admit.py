@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -18,6 +19,8 @@ from tests.support.model_engine import ModelEngine
 
 if TYPE_CHECKING:
     from kvc.core.types import Outcome
+
+pytestmark = pytest.mark.timeout(900)  # thousands of cases, on a shared machine
 
 TOKENS = st.integers(0, 1200)
 OFFERS = st.none() | st.builds(PrefillOffer, st.floats(0, 3), st.floats(1, 500), st.floats(1, 500), st.just(0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +20,8 @@ from tests.support.driver import Conversation, busy, drive
 
 if TYPE_CHECKING:
     from kvc.core.dispatch import Answer, Effect
+
+pytestmark = pytest.mark.timeout(900)  # thousands of cases, on a shared machine
 
 COUNTED = [reason for reason in Reason if reason.counts_as_reject]
 CAPACITY = 1000
@@ -118,6 +121,7 @@ def test_books_balance_whatever_is_answered(data: st.DataObject, sigma: Sigma) -
     conversation = converse(data, sigma, asked)
     result = conversation.result
     sigma.check_integrity()
+    assert not sigma.asking
     attempts = [effect.attempt for effect, _ in conversation.said if isinstance(effect, Ask)]
     assert [attempt.attempt_number for attempt in attempts] == list(range(len(attempts)))
     assigned = sum(member.assigned for member in sigma.decode_workers()) - assigned_before

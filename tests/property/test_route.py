@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +20,8 @@ from tests.support.slow_sigma import fold
 
 if TYPE_CHECKING:
     from array import array
+
+pytestmark = pytest.mark.timeout(900)  # thousands of cases, on a shared machine
 
 PROFILES = st.sampled_from(
     [

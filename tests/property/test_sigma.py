@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any, ClassVar
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
@@ -17,6 +18,8 @@ from tests.support.logs import logs
 from tests.support.mesh import PARAMS, Mesh, Router
 from tests.support.slow_sigma import SlowSigma, fold
 
+pytestmark = pytest.mark.timeout(900)  # thousands of cases, on a shared machine
+
 RUNS, STEPS = 1000, 30
 
 
@@ -26,6 +29,7 @@ def everything(sigma: Sigma) -> dict[str, Any]:
         "workers": sigma.workers,
         "sessions": sigma.sessions,
         "open": sigma.open,
+        "asking": sigma.asking,
         "cursors": (sigma.prefill_cursor, sigma.decode_cursor),
         "chains": {session: sigma.forest.chain(session) for session in sorted(sigma.forest.sessions())},
         "bytes": sigma.forest.held_bytes,
@@ -39,6 +43,7 @@ def assert_same(sigma: Sigma, slow: SlowSigma) -> None:
         ref = worker.ref
         assert ref == slow.lives[ref.worker_id].ref
         assert worker.inflight == slow.inflight(ref)
+        assert worker.asked == slow.asked(ref)
         assert worker.healthy == (ref not in slow.unhealthy)
         assert worker.draining == (ref.worker_id in slow.draining)
         if worker.info.role.keeps_sessions:
@@ -55,7 +60,7 @@ def assert_same(sigma: Sigma, slow: SlowSigma) -> None:
             assert sigma.rejects(name, worker_id) == slow.rejects[name, worker_id]
 
 
-@settings(max_examples=700)
+@settings(max_examples=500)
 @given(
     log=logs(max_size=60), params=st.sampled_from([params_for("default"), params_for("paper"), params_for("paper", reset_on_admit=False)])
 )
@@ -89,7 +94,9 @@ def test_everything_ends(log: list[ev.Event]) -> None:
         sigma.apply(event)
     for attempt in list(sigma.open):
         sigma.apply(ev.TurnEnded(attempt, ev.End.CANCELLED))
-    assert all(worker.inflight == 0 and worker.prefill_tokens == 0 for worker in sigma.workers.values())
+    for attempt in list(sigma.asking):
+        sigma.apply(ev.Answered(attempt))
+    assert all((worker.inflight, worker.asked, worker.prefill_tokens) == (0, 0, 0) for worker in sigma.workers.values())
     for session in list(sigma.sessions):
         sigma.apply(ev.SessionClosed(session))
     assert all(worker.placed_tokens == 0 and worker.placed_sessions == 0 for worker in sigma.workers.values())
@@ -237,7 +244,8 @@ class TwoRouters(RuleBasedStateMachine):
                 router.cancel(session)
             for session in list(router.running):
                 self.mesh.stop(router, session, ev.End.CANCELLED)
-            assert all(member.inflight == 0 and member.prefill_tokens == 0 for member in router.sigma.workers.values())
+            for member in router.sigma.workers.values():
+                assert (member.inflight, member.asked, member.prefill_tokens) == (0, 0, 0)
             again = Sigma(PARAMS)
             for event in router.sigma.log:
                 again.apply(event)

@@ -77,9 +77,10 @@ def test_disp_1() -> None:
     assert not sigma.open
     effect = next(generator)
     assert isinstance(effect, Ask)
-    assert (sigma.workers["D0"].inflight, sigma.workers["D0"].assigned) == (0, 1)
+    assert (sigma.workers["D0"].inflight, sigma.workers["D0"].assigned, sigma.workers["D0"].asked) == (0, 1, 1)
     generator.close()
     assert not sigma.open, "a dispatch that is dropped leaves nothing in flight"
+    assert sigma.workers["D0"].asked == 0
 
 
 @pytest.mark.parametrize(("decode", "epsilon"), [(1, 1), (2, 1), (3, 2), (5, 4)])

@@ -167,6 +167,21 @@ def test_route_10() -> None:
     assert chosen(paper) == A
 
 
+def test_route_10_asked() -> None:
+    """ROUTE-10: "turns in flight on d and questions on their way to it": a burst within one round trip spreads."""
+    sigma = mesh()
+    asked = []
+    for number in range(6):
+        ref = chosen(sigma)
+        assert ref is not None
+        asked.append(ref)
+        sigma.apply(ev.Asked(Attempt(f"r{number}", 0), ref))
+    assert asked == [A, B, C] * 2
+    for number in range(6):
+        sigma.apply(ev.Answered(Attempt(f"r{number}", 0)))
+    assert [member.asked for member in sigma.decode_workers()] == [0, 0, 0]
+
+
 def test_route_10_reported() -> None:
     """ROUTE-10: "or what d itself reports as held, reserved and queued if that is more"."""
     sigma = mesh()

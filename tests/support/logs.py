@@ -59,6 +59,8 @@ common_events = st.one_of(
     st.builds(ev.LoadReported, refs, facts),
     st.builds(ev.TurnArrived, sessions, chains, st.integers(0, 500)),
     st.builds(ev.Assigned, decode_refs),
+    st.builds(ev.Asked, attempts, decode_refs),
+    st.builds(ev.Answered, attempts),
     starts(),
     starts(),
     st.builds(ev.PrefillDone, attempts),

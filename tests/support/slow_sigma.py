@@ -37,6 +37,7 @@ class SlowSigma:
     chains: dict[str, list[int]] = field(default_factory=dict)
     context: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     placed: dict[str, tuple[WorkerRef, int]] = field(default_factory=dict)
+    asking: dict[Attempt, WorkerRef] = field(default_factory=dict)
     open: dict[Attempt, ev.Started] = field(default_factory=dict)
     prefilled: set[Attempt] = field(default_factory=set)
     orphans: set[Attempt] = field(default_factory=set)
@@ -49,12 +50,15 @@ class SlowSigma:
         decoding = sum(turn.ref == ref for turn in self.open.values())
         return decoding + sum(turn.prefill == ref and attempt not in self.prefilled for attempt, turn in self.open.items())
 
+    def asked(self, ref: WorkerRef) -> int:
+        return sum(where == ref for where in self.asking.values())
+
     def load(self, ref: WorkerRef) -> float:
-        """R26: tokens of all open sessions on d, or what d reports if that is more, over K_d, plus a weight for each turn in flight."""
+        """R26: tokens of open sessions on d, or what d reports if more, over K_d, plus a weight for each turn in flight or asked about."""
         tokens = sum(tokens for where, tokens in self.placed.values() if where == ref)
         if (facts := self.facts.get(ref)) is not None:
             tokens = max(tokens, facts.held_tokens + facts.reserved_tokens + facts.queued_tokens)
-        return tokens / self.lives[ref.worker_id].capacity_tokens + self.params.inflight_weight * self.inflight(ref)
+        return tokens / self.lives[ref.worker_id].capacity_tokens + self.params.inflight_weight * (self.inflight(ref) + self.asked(ref))
 
     def owners(self, block: int) -> int:
         return sum(block in chain for chain in self.chains.values())
@@ -124,6 +128,10 @@ class SlowSigma:
                 self.orphans -= {attempt for attempt, turn in self.open.items() if turn.session_id == session_id}
             case ev.Assigned(ref) if self.lives_now(ref):
                 self.assigned[ref] += 1
+            case ev.Asked(attempt, ref) if self.lives_now(ref):
+                self.asking.setdefault(attempt, ref)
+            case ev.Answered(attempt):
+                self.asking.pop(attempt, None)
             case ev.Started():
                 self.started(event)
             case ev.PrefillDone(attempt) if attempt in self.open:

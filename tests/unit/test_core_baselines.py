@@ -58,8 +58,10 @@ def test_sticky_stays_where_it_was() -> None:
     assert len(set(homes.values())) == 3
     for number, session in enumerate("cabcab"):
         assert decide("sticky", sigma, session, 10 + number).decode == homes[session]
-    sigma.apply(ev.WorkerLeft(homes["a"].worker_id))
-    assert decide("sticky", sigma, "a", 20).decode != homes["a"]
+    sigma.apply(ev.WorkerDraining(homes["a"].worker_id, draining=True))
+    assert decide("sticky", sigma, "a", 20).decode != homes["a"], "its home is there and takes nothing"
+    sigma.apply(ev.WorkerLeft(homes["b"].worker_id))
+    assert decide("sticky", sigma, "b", 21).decode != homes["b"]
 
 
 def test_a_worker_that_failed_this_request_is_avoided() -> None:

@@ -269,6 +269,37 @@ def test_f56_a_full_worker_is_seen_by_the_router_that_did_not_fill_it() -> None:
     assert route(sigma.turn("s", run("p", 3), 72, 0), sigma).ref == D1
 
 
+def test_a_question_is_counted_once_and_follows_its_worker() -> None:
+    """STATE-4: repeated questions and answers change nothing; a worker that left and is back still has its questions, a new life none."""
+    sigma = mesh()
+    for _ in range(2):
+        sigma.apply(ev.Asked(R1, D0))
+    sigma.apply(ev.Asked(R2, WorkerRef("D0", 7)))
+    assert sigma.workers["D0"].asked == 1
+    sigma.apply(ev.WorkerLeft("D0"))
+    sigma.apply(ev.WorkerJoined(worker("D0")))
+    sigma.check_integrity()
+    assert sigma.workers["D0"].asked == 1
+    sigma.apply(ev.WorkerJoined(worker("D0", epoch=2)))
+    for attempt in (R1, R1, R2):
+        sigma.apply(ev.Answered(attempt))
+    sigma.check_integrity()
+    assert (sigma.workers["D0"].asked, sigma.asking) == (0, {})
+
+
+def test_a_chain_that_the_cap_dropped_is_not_estimated() -> None:
+    """STATE-6: a session whose chain was dropped is still served; its worker is just not credited."""
+    sigma = Sigma(params_for("default"), forest_bytes=1)
+    sigma.apply(ev.WorkerJoined(worker("D0")))
+    for session in "ab":
+        sigma.apply(ev.TurnArrived(session, run(session, 3), 72))
+    start(sigma, session="a")
+    end(sigma)
+    assert sigma.workers["D0"].resident == set()
+    assert sigma.sessions["a"].pin == D0
+    sigma.check_integrity()
+
+
 def test_completed_modes_are_counted() -> None:
     """The counts behind the mode shares of `kvc up`."""
     sigma = mesh()
