@@ -121,3 +121,17 @@ def test_functions_that_the_map_names_exist() -> None:
             else:
                 stem = name.rpartition(".")[2]
                 assert re.search(rf"(def|class) {stem}\b", source), name
+
+
+def test_ten_thousand_cases() -> None:
+    """The core's properties draw at least 10,000 cases where no profile says otherwise, state machine runs not counted."""
+    total = 0
+    for stem in ("admit", "blocks", "dispatch", "forest", "queue", "reblock", "route", "sigma"):
+        for node in ast.parse((ROOT / "tests" / "property" / f"test_{stem}.py").read_text()).body:
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            calls = {call.func.id: call for call in node.decorator_list if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)}
+            if "given" in calls:
+                given = [word.value for word in calls["settings"].keywords if word.arg == "max_examples"] if "settings" in calls else []
+                total += next((value.value for value in given if isinstance(value, ast.Constant) and isinstance(value.value, int)), 100)
+    assert total >= 10_000
