@@ -286,9 +286,7 @@ class Sigma:
         worker = self.worker(started.ref)
         if worker is not None:
             worker.inflight -= 1
-        session = self.sessions.get(started.session_id)
-        if session is None:
-            return
+        session = self.sessions[started.session_id]  # Started made it at the latest, and it stays while a turn of it is open
         session.open_turns -= 1
         if session.closed:
             if not session.open_turns:
