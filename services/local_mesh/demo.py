@@ -15,6 +15,7 @@ from services.local_mesh.options import EXIT_FAILED, Parser
 from services.local_mesh.playing import play
 from services.local_mesh.replay import complaints
 from services.local_mesh.topology import Topology
+from services.local_mesh.views import fitted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,7 +69,7 @@ def _show(demo: Demo, ours: Played, baseline: Played) -> None:
         f"time runs {demo.options.time_scale:g} times faster than modelled",
         soft_wrap=True,
     )
-    out.print(mode_table(ours.summary, baseline.summary))
+    out.print(fitted(mode_table(ours.summary, baseline.summary), out.width))
     for name, played in (("kvc", ours), ("round robin", baseline)):
         for line in facts(played.summary):
             out.print(f"{name}: {line}", soft_wrap=True, highlight=False)

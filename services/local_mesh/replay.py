@@ -17,6 +17,7 @@ from services.local_mesh import foreground
 from services.local_mesh.mesh import MeshConfig
 from services.local_mesh.options import EXIT_FAILED, EXIT_USAGE, Parser, add_mesh_arguments, real, whole
 from services.local_mesh.playing import play
+from services.local_mesh.views import fitted
 
 if TYPE_CHECKING:
     import argparse
@@ -112,7 +113,7 @@ def _mesh(arguments: argparse.Namespace) -> MeshConfig:
 
 def _show(played: Played, policy: str) -> None:
     out = foreground.output()
-    out.print(mode_table(played.summary, name=policy))
+    out.print(fitted(mode_table(played.summary, name=policy), out.width))
     for line in facts(played.summary):
         out.print(line, soft_wrap=True, highlight=False)
 

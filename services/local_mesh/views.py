@@ -27,6 +27,13 @@ def as_json(message: Message) -> str:
     return json.dumps(MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True), indent=2) + "\n"
 
 
+def fitted(table: Table, width: int) -> Table:
+    """The table, without its frame when the frame leaves no room for it: headings are wrapped before numbers are cut. Mutates."""
+    if width < WIDE:
+        table.box, table.padding, table.pad_edge = None, (0, 1, 0, 0), False
+    return table
+
+
 def workers_table(listed: router_pb2.ListWorkersResponse, title: str = "", *, width: int = WIDE) -> Table:
     """One row a worker: role, state, KV use in tokens, sessions, turns in flight, shares of modes.
 

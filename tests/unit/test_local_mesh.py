@@ -1,233 +1,178 @@
-"""What the commands of a local mesh are made of: topologies, arguments, views, the router's client, and the command line itself."""
+"""What the commands show and say: tables that fit, errors in one line. The commands themselves: integration/test_cli."""
 
 from __future__ import annotations
 
-import argparse
+import asyncio
 import io
-import json
-import subprocess
-import sys
-from typing import TYPE_CHECKING
+import os
+import signal
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from kvc.core import events as ev
-from kvc.core.blocks import pack_tokens
-from kvc.core.types import Reason, WorkerRef
-from kvc.errors import Exhausted, InvalidField, Unavailable
-from kvc.v1 import router_pb2
-from services import cli
-from services.local_mesh.client import RouterClient, answers_of
-from services.local_mesh.options import Parser, add_mesh_arguments, add_router_arguments, real, whole
-from services.local_mesh.topology import MAX_WORKERS, Topology
-from services.local_mesh.views import as_json, candidates_table, session_lines, workers_table
-from services.router.ports import EngineError
-from tests.support.fake_ports import ok, refusal
-from tests.support.router_server import Served, served
+from kvc.errors import Unavailable
+from kvc.evaluation.render import mode_table
+from kvc.evaluation.stats import summarise
+from kvc.v1 import router_pb2, types_pb2
+from services.local_mesh import foreground
+from services.local_mesh.processes import _readable
+from services.local_mesh.replay import complaints
+from services.local_mesh.topology import Topology
+from services.local_mesh.views import candidates_table, fitted, session_lines, workers_table
+from tests.support.records import FAILED, RECORD
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from kvc.evaluation.ports import TurnResult
+AWAY = "unhealthy: engine: cannot connect to /run/d1.sock: connection refused"
 
 
-class TestTopology:
-    @pytest.mark.parametrize(("name", "prefill", "decode"), [("1P3D", 1, 3), ("0p4d", 0, 4), (" 2P10D ", 2, 10), ("0P64D", 0, 64)])
-    def test_names(self, name: str, prefill: int, decode: int) -> None:
-        shape = Topology.parse(name)
-        assert shape == Topology(prefill, decode)
-        assert Topology.parse(str(shape)) == shape
-        roles = [role for _, role in shape.workers()]
-        assert roles == ["prefill"] * prefill + ["decode"] * decode
-        assert len({worker for worker, _ in shape.workers()}) == prefill + decode
+def shown(table: object, width: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
-    @pytest.mark.parametrize(
-        "name", ["", "3D", "1P", "1P0D", "-1P3D", "1P3D1", "P D", "1P99D", f"1P{MAX_WORKERS}D", "1P3D\n4", "٣P3D", "1P3d x"]
+
+def status(name: str, why_not: str = "", **turns: int) -> router_pb2.WorkerStatus:
+    facts = types_pb2.Facts(capacity_tokens=92_096, held_tokens=41_234, reserved_tokens=20_000, evictable_tokens=23_456)
+    modes = [router_pb2.ModeCount(mode=types_pb2.Mode.Value(f"MODE_{mode.upper()}"), turns=count) for mode, count in turns.items()]
+    return router_pb2.WorkerStatus(
+        info=types_pb2.WorkerInfo(worker=types_pb2.WorkerRef(worker_id=name, epoch=1), role=types_pb2.ROLE_DECODE, capacity_tokens=92_096),
+        load=types_pb2.WorkerLoad(facts=facts, sessions=12, evicted_tokens=1_234_567),
+        eligible=not why_not,
+        why_not=why_not,
+        inflight=3,
+        modes=modes,
     )
-    def test_no_topologies(self, name: str) -> None:
-        with pytest.raises(ValueError, match=r"no topology|workers"):
-            Topology.parse(name)
 
 
-class TestOptions:
-    @pytest.mark.parametrize("given", ["x", "1.5", "", "9", "101", "1e3", "9" * 5000])
-    def test_whole(self, given: str) -> None:
-        assert whole(10, 100)("10") == 10
-        with pytest.raises(argparse.ArgumentTypeError) as wrong:
-            whole(10, 100)(given)
-        assert len(str(wrong.value)) < 100
+LISTED = router_pb2.ListWorkersResponse(workers=[status("d0", direct=88, seed=9, reseed=3), status("d1", AWAY), status("d2", "draining")])
 
-    @pytest.mark.parametrize("given", ["x", "", "nan", "inf", "-inf", "0.4", "1e400", "2.1"])
-    def test_real(self, given: str) -> None:
-        assert real(0.5, 2.0)("1.5") == 1.5
-        with pytest.raises(argparse.ArgumentTypeError):
-            real(0.5, 2.0)(given)
 
-    def parser(self) -> Parser:
-        made = Parser(prog="kvc test")
-        add_mesh_arguments(made, kv_tokens=92_104, time_scale=2.0)
-        add_router_arguments(made)
-        return made
+@pytest.mark.parametrize("width", [80, 110, 140])
+def test_workers_fit_and_a_reason_stands_below(width: int) -> None:
+    lines = shown(workers_table(LISTED, "1P3D on 127.0.0.1:5820", width=width), width)
+    assert lines[0].startswith("1P3D on 127.0.0.1:5820")
+    assert "…" not in "".join(lines[:5])
+    rows = [line.split() for line in lines[2:5]]
+    assert [row[:3] for row in rows] == [["d0", "decode", "ready"], ["d1", "decode", "unhealthy"], ["d2", "decode", "draining"]]
+    assert all("92%" in row and "1,234,567" in row for row in rows)
+    assert " ".join(lines[5:]).startswith(f"d1: {AWAY}")
 
-    def test_defaults(self) -> None:
-        arguments = self.parser().parse_args([])
-        assert (str(arguments.topology), arguments.kv_tokens, arguments.time_scale) == ("1P3D", 92_104, 2.0)
-        assert (arguments.profile, arguments.json) == ("default", False)
 
-    @pytest.mark.parametrize(
-        "argv",
-        [
-            ["--topology", "3D"],
-            ["--kv-tokens", "0"],
-            ["--time-scale", "nan"],
-            ["--page-tokens", "x"],
-            ["--profile", "best"],
-            ["--preset", "tpu"],
-            ["--kv", "5000"],
-            ["extra"],
-        ],
+def test_shares_of_modes() -> None:
+    assert shown(workers_table(LISTED, width=140), 140)[1].split()[-4:] == ["88%", "9%", "3%", "0%"]
+    narrow = shown(workers_table(LISTED, width=80), 80)
+    assert narrow[0] == "modes: direct/seed/reseed/fallback"
+    assert [line.split()[-1] for line in narrow[2:5]] == ["88/9/3/0", "-/-/-/-", "-/-/-/-"]
+
+
+@pytest.mark.parametrize("width", [80, 110])
+def test_candidates_fit(width: int) -> None:
+    worker = types_pb2.WorkerRef(worker_id="d0", epoch=7)
+    chosen = router_pb2.Candidate(
+        worker=worker, overlap_blocks=33, resident_blocks=40, sticky=True, assigned=4, score=(34, 1, -0.0013138464, -4)
     )
-    def test_wrong_arguments_are_one_line(self, argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-        with pytest.raises(SystemExit) as ended:
-            self.parser().parse_args(argv)
-        assert ended.value.code == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("kvc test: ")
+    excluded = router_pb2.Candidate(worker=types_pb2.WorkerRef(worker_id="d1"), excluded="draining", score=(0, 0, 0, 0))
+    response = router_pb2.RouteResponse(worker=worker, candidates=[chosen, excluded], prompt_blocks=120, shared_blocks=3)
+    title, _, first, second = shown(candidates_table(response, width=width), width)[:4]
+    assert title == "120 blocks in the prompt, 3 of them shared by many sessions"
+    assert first.split()[:3] == ["d0", "33", "40"]
+    assert first.endswith("(34, 1, -0.00131, -4) chosen")
+    assert "drain" in second
 
 
-def shown(table: Table, width: int) -> str:
-    out = io.StringIO()
-    Console(file=out, width=width).print(table)
-    return out.getvalue()
+@pytest.mark.parametrize("width", [80, 110])
+def test_results_fit(width: int) -> None:
+    records = [replace(RECORD, cached_tokens=30_000)] * 300
+    lines = shown(fitted(mode_table(summarise(records, wall_s=1.0), summarise([RECORD], wall_s=1.0)), width), width)
+    assert "…" not in "".join(lines)
+    assert any("direct" in line and "9,000,000" in line for line in lines)
 
 
-async def listed(made: Served) -> router_pb2.ListWorkersResponse:
-    return await made.stub.ListWorkers(router_pb2.ListWorkersRequest())
-
-
-class TestViews:
-    @pytest.mark.parametrize("width", [80, 160])
-    async def test_workers(self, width: int) -> None:
-        async with served() as made:
-            made.world.prefill("p0")
-            ref = made.world.join("d1")
-            made.world.router.apply(ev.WorkerHealth(ref, healthy=False))
-            made.problems["d1"] = "silent for 3.0 s"
-            await made.dispatch()
-            text = shown(workers_table(await listed(made), "the title", width=width), width)
-            for word in ("the title", "d0", "d1", "p0", "decode", "prefill", "ready", "unhealthy", "silent for 3.0 s", "100"):
-                assert word in text
-            assert all(len(line) <= width for line in text.splitlines())
-
-    async def test_no_workers(self) -> None:
-        assert "worker" in shown(workers_table(router_pb2.ListWorkersResponse()), 120)
-
-    @pytest.mark.parametrize("width", [80, 160])
-    async def test_candidates(self, width: int) -> None:
-        async with served() as made:
-            made.world.join("d1")
-            made.world.router.apply(ev.WorkerDraining("d1", draining=True))
-            response = await made.stub.Route(router_pb2.RouteRequest(session_id="s", text="x" * 100))
-            text = shown(candidates_table(response, width=width), width)
-            assert "4 blocks in the prompt" in text
-            assert any("d0" in line and "chosen" in line for line in text.splitlines())
-            assert any("d1" in line and "draining" in line for line in text.splitlines())
-
-    async def test_session(self) -> None:
-        async with served() as made:
-            ask = router_pb2.RouterServiceGetSessionStatusRequest(session_id="s")
-            assert session_lines("s", await made.stub.GetSessionStatus(ask)) == ["s: not known to this router"]
-            await made.dispatch()
-            made.world.router.sigma.apply(ev.Refused("s", WorkerRef("d0", 1), Reason.NO_D_CAPACITY))
-            status = await made.stub.GetSessionStatus(ask)
-            lines = session_lines("s", status)
-            assert lines[0] == "s: pinned to d0; 1 turns, 51 tokens"
-            assert any("1 refusals" in line for line in lines)
-            assert json.loads(as_json(status))["pin"]["worker_id"] == "d0"
-
-
-class TestClient:
-    async def turn(self, made: Served, **fields: object) -> TurnResult:
-        target = made.target
-        async with RouterClient(target, timeout_s=10.0) as client:
-            return await client.turn("s", pack_tokens(list(range(48))), 4, request_id="r", last=bool(fields.get("last")))
-
-    async def test_a_turn(self) -> None:
-        async with served() as made:
-            stream = ok("a", "b", "c")
-            made.world.engines.streams["http://d0"] = stream
-            result = await self.turn(made)
-            assert result.ok
-            assert (result.mode, result.worker, result.executor, result.finish_reason) == ("seed", "d0", "local", "length")
-            assert result.output == pack_tokens([0, 1, 2])
-            assert (result.cached_tokens, result.probes) == (24, 1)
-            assert 0 <= result.mesh_s < 10
-            assert made.world.router.sigma.session("s") is not None
-            await self.turn(made, last=True)
-            assert made.world.router.sigma.session("s") is None
-
-    @pytest.mark.parametrize(
-        ("error", "kind"),
-        [(EngineError(503, "queue-full", "", retry_after_s=2.0), Exhausted), (EngineError(400, "invalid-field", "no"), InvalidField)],
+def test_a_session_in_words() -> None:
+    known = router_pb2.RouterServiceGetSessionStatusResponse(
+        known=True,
+        pin=types_pb2.WorkerRef(worker_id="d0"),
+        turns=3,
+        context_tokens=12_345,
+        busy=True,
+        residency=[router_pb2.SessionOverlap(worker_id="d0", resident_blocks=514)],
+        rejects=[router_pb2.SessionRejects(worker_id="d1", rejects=2)],
     )
-    async def test_typed_errors(self, error: EngineError, kind: type[Exhausted]) -> None:
-        async with served(engines={"retries": 0}) as made:
-            made.world.engines.streams["http://d0"] = [error]
-            failure = await refusal(kind, self.turn(made))
-            assert failure.retry_after_s == error.retry_after_s
-
-    async def test_nobody_answers(self) -> None:
-        async with RouterClient("127.0.0.1:1", timeout_s=5.0) as client:
-            with pytest.raises(Unavailable, match=r"no router answers at 127\.0\.0\.1:1"), answers_of("127.0.0.1:1"):
-                await client.stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=5.0)
-
-    async def test_answers_that_are_typed_stay_so(self) -> None:
-        async with served() as made, RouterClient(made.target) as client:
-            with pytest.raises(InvalidField, match="session_id"), answers_of(made.target):
-                await client.stub.Route(router_pb2.RouteRequest(text="x"), timeout=5.0)
+    assert session_lines("s", known) == [
+        "s: pinned to d0; 3 turns, 12,345 tokens, a turn in flight",
+        "  d0: 514 blocks resident",
+        "  d1: 2 refusals since the last success",
+    ]
+    assert session_lines("s", router_pb2.RouterServiceGetSessionStatusResponse()) == ["s: not known to this router"]
 
 
-class TestCommandLine:
-    def test_usage(self, capsys: pytest.CaptureFixture[str]) -> None:
-        for argv, code in (([], 2), (["--help"], 0), (["-h"], 0), (["help"], 0)):
-            assert cli.main(argv) == code
-            out = capsys.readouterr().out
-            assert all(f"  {name} " in out for name in cli.COMMANDS)
-
-    def test_every_command_is_listed_and_exists(self, capsys: pytest.CaptureFixture[str]) -> None:
-        cli.main(["--help"])
-        text = capsys.readouterr().out
-        for name, command in cli.COMMANDS.items():
-            assert f"  {name} " in text
-            assert command.help in text
-
-    def test_version(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert cli.main(["--version"]) == 0
-        assert capsys.readouterr().out.startswith("kvc ")
-
-    @pytest.mark.parametrize("name", ["nonsense", "", "--nonsense", "x" * 1000, "\x00"])
-    def test_an_unknown_command_is_one_line(self, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-        assert cli.main([name]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("kvc: no such command: ")
-        assert len(line) < 200
-
-    @pytest.mark.parametrize("name", cli.COMMANDS)
-    def test_help_of_every_command(self, name: str) -> None:
-        done = kvc(name, "--help")
-        assert done.returncode == 0
-        assert f"kvc {name}" in done.stdout
-        assert done.stderr == ""
-
-    @pytest.mark.parametrize("name", cli.COMMANDS)
-    def test_a_wrong_argument_of_every_command_is_one_line(self, name: str) -> None:
-        done = kvc(name, "--no-such-option")
-        assert done.returncode == 2
-        assert done.stdout == ""
-        (line,) = done.stderr.splitlines()
-        assert line.startswith(f"kvc {name}: ")
+def test_what_went_wrong_is_told_by_kind() -> None:
+    failed = [replace(FAILED, error=f"E{index % 7}: no") for index in range(20)]
+    lines = complaints([RECORD, replace(RECORD, wrong=True), *failed, *[replace(FAILED, error="E0: no")] * 9])
+    assert lines[0] == "12 requests: E0: no"
+    assert len(lines) == 6
+    assert lines[-1] == "3 more kinds of errors"
+    assert complaints([RECORD]) == []
+    assert complaints([replace(RECORD, wrong=True)]) == ["1 requests: wrong reply"]
 
 
-def kvc(*argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "services.cli", *argv], capture_output=True, text=True, timeout=60, check=False)
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"event": "agent_lost", "problem": "x", "ts": "now"}', "agent_lost"),
+        ('{"event": "service_failed", "reason": "R", "message": "m"}', "service_failed: R: m"),
+        ('{"event": "service_failed", "exception": "Traceback\\n  File\\nTypeError: no"}', "service_failed: TypeError: no"),
+        ("kvc router: server.port: taken", "kvc router: server.port: taken"),
+        ("[1]", "[1]"),
+    ],
+)
+def test_a_log_line_in_words(line: str, words: str) -> None:
+    assert _readable(line) == words
+
+
+def test_topologies() -> None:
+    assert Topology.parse(" 1p3d ") == Topology(1, 3)
+    assert str(Topology(0, 4)) == "0P4D"
+    assert Topology(1, 2).workers() == [("p0", "prefill"), ("d0", "decode"), ("d1", "decode")]
+
+
+def test_a_signal_cancels_the_work_and_waits_for_it() -> None:
+    cleaned: list[str] = []
+
+    async def work() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            cleaned.append("yes")
+
+    with pytest.raises(foreground.Interrupted, match="SIGTERM"):
+        foreground.run(work())
+    assert cleaned == ["yes"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "told"),
+    [
+        (foreground.Interrupted(signal.SIGINT), 130, "kvc x: stopped by SIGINT\n"),
+        (KeyboardInterrupt(), 130, "kvc x: stopped\n"),
+        (Unavailable("nobody"), 1, "kvc x: nobody\n"),
+        (BaseExceptionGroup("several", [ExceptionGroup("inner", [Unavailable("deep")])]), 1, "kvc x: deep\n"),
+    ],
+)
+def test_errors_are_one_line_and_an_exit_code(error: BaseException, status: int, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> int:
+        raise error
+
+    assert foreground.guarded("kvc x", command) == status
+    assert capsys.readouterr().err == told
+
+
+def test_a_fault_of_the_program_is_not_hidden() -> None:
+    def command() -> int:
+        raise ExceptionGroup("several", [ZeroDivisionError()])
+
+    with pytest.raises(ExceptionGroup):
+        foreground.guarded("kvc x", command)
