@@ -39,8 +39,8 @@ async def mesh() -> AsyncIterator[LiveMesh]:
 @pytest.mark.timeout(180)
 async def test_a_thousand_cancels_leave_nothing_behind(mesh: LiveMesh) -> None:
     """F5, F58, F69, F70: 1,000 cancels at random moments, of seeds and of direct turns, before the decision, in prefill, after the first
-    chunk and near the end: inflight, tickets, slots and queues return to 0. Between them every session has complete turns, whose
-    replies are right and whose lengths are committed.
+    chunk and near the end: inflight, tickets, slots, queues and connections return to 0. Between them every session has complete turns:
+    their replies are right and their lengths are committed.
     """
     left: list[Turn] = []
     complete: list[Turn] = []
@@ -59,6 +59,7 @@ async def test_a_thousand_cancels_leave_nothing_behind(mesh: LiveMesh) -> None:
                 complete.append(turn)
                 await committed(mesh, one)
 
+    files = mesh.open_files()
     started_s = time.monotonic()
     async with asyncio.TaskGroup() as group:
         for number in range(CLIENTS):
@@ -76,6 +77,12 @@ async def test_a_thousand_cancels_leave_nothing_behind(mesh: LiveMesh) -> None:
     assert await mesh.metric("kvc_router_waiting") == 0
     assert await mesh.metric("kvc_router_requests") == 0
     assert await mesh.metric("kvc_router_releases") == 0
+
+    async def closed() -> None:
+        grown = {name: count - files[name] for name, count in mesh.open_files().items() if count > files[name] + 10}
+        assert not grown, f"connections that nobody uses: {grown}"
+
+    await eventually(closed, REST_S)
 
 
 async def leave(one: Conversation, draw: random.Random) -> Turn:

@@ -190,6 +190,34 @@ async def test_a_killed_prefill_worker_takes_its_decode_half_down_at_once(remote
     await mesh.at_rest()
 
 
+@pytest.mark.parametrize("who", ["p0", "decoder"])
+async def test_a_frozen_engine_delays_nobody_for_long(remote_mesh: LiveMesh, who: str) -> None:
+    """F25's and F29's sibling: SIGSTOP leaves every connection open. A turn without a token goes on without the frozen engine, prefill or
+    decode, once its agent has missed an answer (5 s) and it was away for 2 s; the engine's part of it is gone when it thaws.
+    """
+    mesh = remote_mesh
+    one = Conversation(mesh.client, f"frozen {who}")
+    asked = asyncio.create_task(one.turn(60_000, 20))
+    await eventually(lambda: _pool_has(mesh, "p0", "prefilling"), 10.0, poll_s=0.005)
+    pulling = [name for name, books in (await mesh.pools()).items() if books["pulling"]]
+    assert len(pulling) == 1
+    name = who if who == "p0" else pulling[0]
+    engine = mesh.mesh.workers[name].engine
+    engine.signal(signal.SIGSTOP)
+    try:
+        turn = await asked
+    finally:
+        engine.signal(signal.SIGCONT)
+    assert turn.ok, turn.error
+    assert turn.wall_s < 15.0
+    if who == "p0":
+        assert turn.executor is Executor.LOCAL
+    else:
+        assert turn.worker is not None
+        assert turn.worker.worker_id != name
+    await mesh.at_rest()
+
+
 async def test_an_agent_may_die_without_a_turn_noticing(mesh: LiveMesh) -> None:
     """An agent is killed alone: turns in flight on its engine go on, new ones go elsewhere; when it is back, so is all residency."""
     steady, waits, moves = (Conversation(mesh.client, f"agent-{name}") for name in ("steady", "waits", "moves"))
@@ -215,6 +243,61 @@ async def test_an_agent_may_die_without_a_turn_noticing(mesh: LiveMesh) -> None:
     back = await waits.turn(200, 20)
     assert back.worker == first.worker, "the engine's life went on"
     assert back.cached_tokens > 1_000
+    await mesh.at_rest()
+
+
+async def test_an_engine_comes_back_behind_its_agent(mesh: LiveMesh) -> None:
+    """F40: only the engine is killed and restarted; its agent lives on and voids what the engine's earlier life had."""
+    one, other = Conversation(mesh.client, "behind"), Conversation(mesh.client, "behind, idle")
+    first = await one.turn(3_000, 20)
+    assert first.worker is not None
+    name, old = first.worker.worker_id, first.worker
+    await _settle_on(mesh, other, name)
+    await _kill_engine(mesh, name)
+    moved = await one.turn(100, 20)
+    assert moved.ok, moved.error
+    assert moved.worker is not None
+    assert moved.worker.worker_id != name
+    overlaps = asyncio.create_task(_overlaps(mesh, name, old, other.history))
+    await mesh.restart_engine(name)
+    new = await asyncio.wait_for(overlaps, 30.0)
+    assert new.epoch > old.epoch
+    assert (await mesh.committed(name, other.session_id)).committed_tokens == 0
+    back = await other.turn(100, 20)
+    assert (back.ok, back.cached_tokens) == (True, 0)
+    await mesh.at_rest()
+
+
+async def test_two_workers_come_back_under_each_others_addresses(mesh: LiveMesh) -> None:
+    """F60: an address is reused by a worker of another name: each is known by its name again, and nothing of one counts for the other."""
+    talks = [Conversation(mesh.client, f"swap-{number}") for number in range(6)]
+    for number, one in enumerate(talks):
+        await _settle_on(mesh, one, f"d{number % 3}")
+    lives = {name: await mesh.ref(name) for name in ("d0", "d1")}
+    first, second = mesh.mesh.workers["d0"], mesh.mesh.workers["d1"]
+    await asyncio.gather(mesh.mesh.kill_worker("d0"), mesh.mesh.kill_worker("d1"))
+    first.engine_port, second.engine_port = second.engine_port, first.engine_port
+    first.agent_port, second.agent_port = second.agent_port, first.agent_port
+    await asyncio.gather(mesh.mesh.start_worker("d0"), mesh.mesh.start_worker("d1"))
+
+    async def swapped() -> None:
+        workers = await mesh.workers()
+        assert set(lives) <= set(workers)
+        for name, life in lives.items():
+            status = workers[name]
+            assert status.info.worker.epoch > life.epoch
+            assert status.info.engine_url.endswith(f":{mesh.mesh.workers[name].engine_port}")
+            assert status.eligible
+
+    await eventually(swapped, 20.0)
+    for one in talks:
+        before = one.turns[0].worker
+        turn = await one.turn(100, 20)
+        assert turn.ok, turn.error
+        if before is not None and before.worker_id in lives:
+            assert turn.cached_tokens == 0
+        else:
+            assert turn.worker == before
     await mesh.at_rest()
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
-import grpc.aio
 
 from kvc.core.types import WorkerRef
 from kvc.runtime.channel import channel
@@ -75,10 +76,10 @@ class LiveMesh:
             request = admission_pb2.AdmissionServiceGetSessionStatusRequest(session_id=session_id)
             return (await stub.GetSessionStatus(request, timeout=RPC_S)).session
 
-    async def candidate(self, name: str, session_id: str, prompt: bytes) -> router_pb2.Candidate:
+    async def candidate(self, name: str, session_id: str, prompt: bytes, client: RouterClient | None = None) -> router_pb2.Candidate:
         """A worker's part in the routing of a prompt."""
         request = router_pb2.RouteRequest(session_id=session_id, packed_input_ids=prompt)
-        response = await self.client.stub.Route(request, timeout=RPC_S)
+        response = await (client or self.client).stub.Route(request, timeout=RPC_S)
         return next(row for row in response.candidates if row.worker.worker_id == name)
 
     async def metric(self, name: str) -> float:
@@ -119,6 +120,14 @@ class LiveMesh:
         await worker.agent.start()
         await worker.agent.listening(START_S)
 
+    async def restart_engine(self, name: str) -> None:
+        """Starts a worker's engine again under its old address; its agent is left alone."""
+        worker = self.mesh.workers[name]
+        argv = self.mesh._engine_argv(name, worker.role, worker.engine_port)
+        worker.engine = Child(f"engine {name}", argv, self.mesh.directory / f"{name}.engine.log", "engine_ready")
+        await worker.engine.start()
+        await worker.engine.listening(START_S)
+
     async def restart_router(self) -> None:
         """Starts the router again under its old address."""
         self.mesh.config = replace(self.mesh.config, router_port=self.mesh.router_port)
@@ -131,13 +140,16 @@ class LiveMesh:
 
     def resident_bytes(self) -> dict[str, int]:
         """Resident memory of every process."""
+        page = os.sysconf("SC_PAGE_SIZE")
+        return {name: int((where / "statm").read_text(encoding="ascii").split()[1]) * page for name, where in self._processes().items()}
+
+    def open_files(self) -> dict[str, int]:
+        """Open files and sockets of every process."""
+        return {name: sum(1 for _ in (where / "fd").iterdir()) for name, where in self._processes().items()}
+
+    def _processes(self) -> dict[str, Path]:
         children = [self.mesh.router, *(child for worker in self.mesh.workers.values() for child in (worker.engine, worker.agent))]
-        return {child.name: _rss_bytes(child.pid) for child in children if child is not None and child.pid is not None}
-
-
-def _rss_bytes(pid: int) -> int:
-    with open(f"/proc/{pid}/statm", encoding="ascii") as statm:  # noqa: PTH123 - no file of ours
-        return int(statm.read().split()[1]) * 4096
+        return {child.name: Path(f"/proc/{child.pid}") for child in children if child is not None and child.pid is not None}
 
 
 @asynccontextmanager
