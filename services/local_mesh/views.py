@@ -107,7 +107,7 @@ def candidates_table(response: router_pb2.RouteResponse, *, width: int = WIDE) -
             str(row.inflight),
             str(row.assigned),
             str(row.rejects),
-            "(" + ", ".join(f"{part:.3g}" for part in row.score) + ")",
+            "(" + ", ".join(f"{part + 0.0:.3g}" for part in row.score) + ")",  # -0 plus 0 is 0
             note,
         )
     return table
@@ -119,7 +119,14 @@ def session_lines(session_id: str, status: router_pb2.RouterServiceGetSessionSta
         return [f"{session_id}: not known to this router"]
     pin = status.pin.worker_id if status.HasField("pin") else "no worker"
     busy = ", a turn in flight" if status.busy else ""
-    lines = [f"{session_id}: pinned to {pin}; {status.turns} turns, {status.context_tokens:,} tokens{busy}"]
-    lines += [f"  {entry.worker_id}: {entry.resident_blocks:,} blocks resident" for entry in status.residency]
-    lines += [f"  {entry.worker_id}: {entry.rejects} refusals since the last success" for entry in status.rejects]
+    lines = [f"{session_id}: pinned to {pin}; {_count(status.turns, 'turn')}, {_count(status.context_tokens, 'token')}{busy}"]
+    resident = [entry for entry in status.residency if entry.resident_blocks]
+    lines += [f"  {entry.worker_id}: {_count(entry.resident_blocks, 'block')} resident" for entry in resident]
+    if not resident:
+        lines.append("  no whole block is resident anywhere")
+    lines += [f"  {entry.worker_id}: {_count(entry.rejects, 'refusal')} since the last success" for entry in status.rejects]
     return lines
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

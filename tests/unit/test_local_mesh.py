@@ -96,14 +96,16 @@ def test_a_session_in_words() -> None:
         turns=3,
         context_tokens=12_345,
         busy=True,
-        residency=[router_pb2.SessionOverlap(worker_id="d0", resident_blocks=514)],
+        residency=[router_pb2.SessionOverlap(worker_id="d0", resident_blocks=1_514), router_pb2.SessionOverlap(worker_id="d1")],
         rejects=[router_pb2.SessionRejects(worker_id="d1", rejects=2)],
     )
     assert session_lines("s", known) == [
         "s: pinned to d0; 3 turns, 12,345 tokens, a turn in flight",
-        "  d0: 514 blocks resident",
+        "  d0: 1,514 blocks resident",
         "  d1: 2 refusals since the last success",
     ]
+    seen_once = router_pb2.RouterServiceGetSessionStatusResponse(known=True, turns=1, context_tokens=19)
+    assert session_lines("s", seen_once) == ["s: pinned to no worker; 1 turn, 19 tokens", "  no whole block is resident anywhere"]
     assert session_lines("s", router_pb2.RouterServiceGetSessionStatusResponse()) == ["s: not known to this router"]
 
 
