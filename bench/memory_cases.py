@@ -19,7 +19,8 @@ from kvc.core.params import params_for
 from kvc.core.reblock import Reblocker
 from kvc.core.state import Sigma
 from kvc.core.types import Attempt, Executor, Mode
-from kvc.engine.reference.radix import RadixTree, Removed, Stored
+from kvc.engine.reference.node import Removed, Stored
+from kvc.engine.reference.radix import RadixTree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
