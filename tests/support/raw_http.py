@@ -108,7 +108,7 @@ async def raw_server(*scripts: Script) -> AsyncIterator[RawServer]:
         except asyncio.CancelledError:
             writer.close()
 
-    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    server = await asyncio.start_server(connected, "127.0.0.1", 0, backlog=1024)
     made.port = server.sockets[0].getsockname()[1]
     try:
         yield made

@@ -216,6 +216,19 @@ async def test_an_endless_event() -> None:
         await until(lambda: server.closed_by_client == 1)
 
 
+async def test_nobody_accepts() -> None:
+    """A host that takes no connection, as one whose machine is gone: its backlog is full here."""
+    with socket.socket() as full, socket.socket() as first, socket.socket() as second:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for one in (first, second):
+            one.setblocking(False)
+            one.connect_ex(full.getsockname())
+        async with HttpEngines(EnginesConfig(connect_timeout_s=0.2)) as client:
+            error = await failure(client, call(f"http://127.0.0.1:{full.getsockname()[1]}"))
+            assert (error.reason, error.gone) == ("connect-timeout", True)
+
+
 async def test_nobody_listens() -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
@@ -369,8 +382,9 @@ async def test_an_endless_prefill_reply() -> None:
 
 async def test_many_turns_at_once_do_not_wait_for_each_other() -> None:
     """A turn holds two connections; a bound on connections would let turns that hold one wait for ever."""
-    count = 300
-    async with engines([head() + chunk(FIRST), "wait", chunk(LAST + DONE) + END]) as (client, server):
+    count = 150
+    script: Script = [head() + chunk(FIRST), "wait", chunk(LAST + DONE) + END]
+    async with raw_server(script) as server, HttpEngines(EnginesConfig(connect_timeout_s=30.0)) as client:
         tasks = [asyncio.create_task(collect(client, call(server.url))) for _ in range(count)]
         await until(lambda: len(server.requests) == count)
         server.go.set()

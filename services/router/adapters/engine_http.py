@@ -127,6 +127,8 @@ class HttpEngines:
             if error.errno in _OUT_OF_FILES:
                 raise EngineError(503, "router-out-of-files", "the router has no file descriptor left for a connection") from error
             raise EngineError(0, "connection-refused", str(error), gone=True) from error
+        except aiohttp.ServerTimeoutError as error:
+            raise EngineError(0, "connect-timeout", str(error), gone=True) from error
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
             raise EngineError(0, "connection-lost", str(error) or type(error).__name__, gone=True) from error
         try:
