@@ -222,7 +222,7 @@ async def test_nobody_accepts() -> None:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
         for one in (first, second):
-            one.setblocking(False)
+            one.settimeout(0.0)
             one.connect_ex(full.getsockname())
         async with HttpEngines(EnginesConfig(connect_timeout_s=0.2)) as client:
             error = await failure(client, call(f"http://127.0.0.1:{full.getsockname()[1]}"))
