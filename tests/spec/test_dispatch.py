@@ -481,3 +481,49 @@ def test_r16_answers_of_the_wrong_kind_are_a_bug_of_the_driver() -> None:
     for answers in ([Resumed("room")], [no(), YES], [no(Reason.SESSION_BUSY), YES]):
         with pytest.raises(AssertionError, match="does not answer"):
             talk(mesh(2), answers)
+
+
+@pytest.mark.parametrize("step", range(7))
+def test_f58_cancelled_at_every_await(step: int) -> None:
+    """F58, I4: a client that goes away at any effect of a dispatch, a hundred times, leaves nothing in flight and nothing asked."""
+    sigma = mesh(3)
+    script: list[Answer] = [no(Reason.SESSION_BUSY), Resumed("room"), no(), SILENCE, no(), Resumed("room")]
+    for _ in range(100):
+        generator = begin(sigma)
+        next(generator)
+        for answer in script[:step]:
+            generator.send(answer)
+        generator.close()
+        for ref in D[:3]:
+            sigma.apply(ev.WorkerHealth(ref, healthy=True))
+    sigma.check_integrity()
+    assert [(member.inflight, member.asked, member.placed_tokens) for member in sigma.decode_workers()] == [(0, 0, 0)] * 3
+    assert (sigma.open, sigma.asking) == ({}, {})
+
+
+@pytest.mark.parametrize("at_once", [1, 52])
+@pytest.mark.parametrize("prefill", [0, 1])
+def test_f65_a_shared_system_prompt_does_not_pile_up(prefill: int, at_once: int) -> None:
+    """F65, R14: 52 sessions with the same 12K-token prefix on 4 workers, one after the other or all at once: max/min bindings ≤ 2."""
+    sigma = mesh(4, prefill, full=False)
+    system = run("system", 500)
+    bindings = dict.fromkeys(D[:4], 0)
+    for batch in range(0, 52, at_once):
+        pending: list[tuple[str, Dispatch, WorkerRef]] = []
+        for number in range(batch, batch + at_once):
+            session, chain = f"s{number}", run(f"s{number}-", 10, system)
+            sigma.apply(ev.TurnArrived(session, chain, len(chain) * 24))
+            generator = dispatch(sigma.turn(session, chain, len(chain) * 24, 256), sigma, f"r{number}")
+            effect = next(generator)
+            assert isinstance(effect, Ask)
+            pending.append((session, generator, effect.worker))
+        for session, generator, asked in pending:
+            with pytest.raises(StopIteration) as stop:
+                generator.send(YES)
+            bindings[asked] += 1
+            own = sigma.forest.chain(session)
+            assert own is not None
+            sigma.apply(ev.ResidencyChanged(asked, stored=tuple(own)))
+            sigma.apply(ev.TurnEnded(stop.value.value.attempt, ev.End.COMPLETED, len(own) * 24, 256))
+    assert sum(bindings.values()) == 52
+    assert max(bindings.values()) <= 2 * min(bindings.values())
