@@ -86,6 +86,18 @@ def test_cost_4() -> None:
     assert prefill_offer(asked, sigma, sigma.workers["D"])[0] is sigma.workers["P0"]
 
 
+def test_f10_a_prefill_worker_that_takes_no_such_prompt_is_no_offer() -> None:
+    """F10, COST-4: "among those that take prompts of this length"."""
+    sigma = mesh()
+    sigma.apply(ev.WorkerJoined(worker("P0", role=Role.PREFILL, max_input_tokens=239)))
+    sigma.apply(ev.WorkerJoined(worker("P1", role=Role.PREFILL, max_input_tokens=240)))
+    sigma.apply(ev.WorkerJoined(worker("P2", role=Role.PREFILL, max_input_tokens=0)))
+    chosen, _ = prefill_offer(sigma.turn("s", run("p", 10), 240, 0), sigma, sigma.workers["D"])
+    assert chosen is sigma.workers["P1"]
+    longer = sigma.preview("s", run("p", 10), 241)
+    assert prefill_offer(longer, sigma, sigma.workers["D"]) == (None, None)
+
+
 def test_cost_4_paper() -> None:
     """COST-4: "`executor=prefill`: round robin, and P always prefills"."""
     sigma = mesh(executor="prefill")
