@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvc.core import events as ev
+from kvc.core.blocks import common_blocks
 from kvc.core.forest import Forest
 from kvc.core.members import SessionState, WorkerState
 from kvc.core.types import Mode, Role, Turn
@@ -113,10 +114,21 @@ class Sigma:
             chain=chain,
             input_tokens=input_tokens,
             output_reserve_tokens=0,
-            shared_blocks=self.forest.shared_prefix(chain, self.params.shared_after),
+            shared_blocks=self._shared_on_arrival(session_id, chain),
             known_session=session.turns > 0,
             new_tokens=max(0, input_tokens - session.context_tokens),
         )
+
+    def _shared_on_arrival(self, session_id: str, chain: Chain) -> int:
+        """What Forest.shared_blocks will say once the session owns `chain`: beyond its present chain it is one owner more."""
+        after = self.params.shared_after
+        if after < 1:
+            return len(chain)
+        shared = self.forest.shared_prefix(chain, after)
+        own = self.forest.chain(session_id)
+        if shared < (common_blocks(own, chain) if own is not None else 0):
+            return shared
+        return self.forest.shared_prefix(chain, after - 1)
 
     def turn(self, session_id: str, chain: Chain, input_tokens: int, output_reserve_tokens: int) -> Turn:
         """The turn to decide on, from what is known of its session; TurnArrived must have been applied."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from kvc.core import events as ev
-from kvc.core.params import params_for
+from kvc.core.blocks import hash_chain, pack_tokens
+from kvc.core.params import Params, params_for
 from kvc.core.route import route
 from kvc.core.state import UNREACHABLE_LIMIT, Sigma
 from kvc.core.types import Attempt, Executor, Facts, Mode, Reason, Role, WorkerRef
@@ -308,3 +311,16 @@ def test_completed_modes_are_counted() -> None:
     start(sigma, mode=Mode.DIRECT)
     end(sigma, how=ev.End.FAILED)
     assert sigma.workers["D0"].modes == {Mode.DIRECT: 1}
+
+
+def test_a_preview_counts_blocks_as_the_arrival_will() -> None:
+    """R14: explaining a prompt and routing it agree on what is shared, also for a session that is new to the prefix."""
+    rng = random.Random(5)
+    for shared_after in (0, 1, 2, 4):
+        sigma = Sigma(Params(shared_after=shared_after))
+        for _ in range(300):
+            session = f"s{rng.randrange(6)}"
+            chain = hash_chain(pack_tokens([rng.randrange(2) for _ in range(rng.randrange(8))]), 1, 3)
+            preview = sigma.preview(session, chain, len(chain))
+            sigma.apply(ev.TurnArrived(session, chain, len(chain)))
+            assert preview.shared_blocks == sigma.turn(session, chain, len(chain), 0).shared_blocks
