@@ -1,4 +1,4 @@
-"""How a command runs in a terminal: Ctrl-C and SIGTERM cancel it, so that whatever it started is stopped before it ends."""
+"""How a command runs in a terminal: Ctrl-C, SIGTERM and a hangup cancel it, so that whatever it started is stopped before it ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 EXIT_SIGNAL = 128
 PLAIN_WIDTH = WIDE
 """Columns of tables that go to a file or a pipe."""
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(Exception):  # noqa: N818 - named after what happened
@@ -41,7 +41,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     """Runs a command to its end.
 
     Raises:
-        Interrupted: SIGINT or SIGTERM came; the work was cancelled and has cleaned up. A second signal cuts that short.
+        Interrupted: a signal came; the work was cancelled and has cleaned up. A second signal cuts that short.
     """
     with asyncio.Runner() as runner:
         return runner.run(_watched(work))
@@ -55,7 +55,9 @@ async def _watched(work: Coroutine[Any, Any, T]) -> T:
         caught.append(number)
         task.cancel()
 
-    for number in _SIGNALS:
+    # A hangup that is ignored (nohup) stays so: the command outlives its terminal on purpose.
+    handled = [number for number in _SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    for number in handled:
         loop.add_signal_handler(number, on_signal, number)
     try:
         return await task
@@ -64,7 +66,7 @@ async def _watched(work: Coroutine[Any, Any, T]) -> T:
             raise
         raise Interrupted(caught[0]) from None
     finally:
-        for number in _SIGNALS:
+        for number in handled:
             loop.remove_signal_handler(number)
 
 

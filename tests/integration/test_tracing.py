@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import re
+import socket
 import uuid
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import grpc.aio
 import pytest
 import pytest_asyncio
+import rotel  # type: ignore[import-untyped]  # no types published
 
 from kvc.core.blocks import pack_tokens
 from kvc.errors import InvalidField, KvcError, Unavailable, from_rpc_error
+from kvc.runtime.telemetry import Telemetry, traceparent
 from kvc.v1 import router_pb2
 from tests.support.collector import collector
 from tests.support.live_mesh import live_mesh
@@ -165,6 +171,44 @@ async def test_no_span_carries_a_prompt(caller: Caller, spans: Collector) -> Non
     assert MARK.encode() not in sent
     assert str(TOKENS[0]).encode() not in sent
     assert pack_tokens(TOKENS[:4]) not in sent
+
+
+async def test_a_collector_of_another_make_takes_the_spans() -> None:
+    """The one that prints what it is sent is rotel."""
+    port = free_port()
+    argv = ["--otlp-grpc-endpoint", f"127.0.0.1:{port}", "--otlp-http-endpoint", f"127.0.0.1:{free_port()}"]
+    argv += ["--exporter", "blackhole", "--debug-log", "traces", "--debug-log-verbosity", "detailed"]
+    agent = Path(rotel.__file__).parent / "rotel-agent"
+    process = await asyncio.create_subprocess_exec(agent, "start", *argv, stdout=asyncio.subprocess.PIPE)
+    try:
+
+        async def listens() -> None:
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+            except OSError as error:
+                raise AssertionError("rotel does not listen") from error
+            writer.close()
+
+        await eventually(listens, EXPORT_S)
+        telemetry = Telemetry.start("kvc-router", f"127.0.0.1:{port}")
+        with telemetry.tracer.start_as_current_span("engine.generate", attributes={"kvc.mode": "direct"}):
+            parent = traceparent()
+        await asyncio.to_thread(telemetry.shutdown)
+        assert process.stdout is not None
+        async with asyncio.timeout(EXPORT_S):
+            printed = (await process.stdout.readuntil(b"kvc.mode: Str(direct)")).decode()
+    finally:
+        process.kill()
+        await process.communicate()
+    told = dict(re.findall(r"^\s*(?:-> )?([\w. ]+?)\s*: (.*)$", printed, re.MULTILINE))
+    assert (told["service.name"], told["Name"]) == ("Str(kvc-router)", "engine.generate")
+    assert parent == f"00-{told['Trace ID']}-{told['ID']}-01"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 async def test_a_request_that_fails_is_an_error_in_its_trace(mesh: LiveMesh, caller: Caller) -> None:

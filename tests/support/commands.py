@@ -77,7 +77,7 @@ class Command:
 
 @contextmanager
 def running(*argv: str, terminal: bool = False) -> Iterator[Command]:
-    """A command for as long as the context lasts; killed with all its processes if it is still there then."""
+    """A command for as long as the context lasts. Then it is asked to stop; what still runs of it afterwards is killed."""
     whole = [sys.executable, "-c", TERMINAL, *KVC, *argv] if terminal else [*KVC, *argv]
     process = subprocess.Popen(whole, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=ENVIRONMENT, cwd=ROOT)
     command = Command(process)
@@ -90,8 +90,7 @@ def running(*argv: str, terminal: bool = False) -> Iterator[Command]:
         known = command.below()
     finally:
         known = known or command.below()
-        process.kill()
-        process.wait()
+        _stop(process)
         for pid in known:
             _kill(pid)
         reader.join()
@@ -148,6 +147,15 @@ def _arguments(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     except OSError:
         return ""
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(20.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _kill(pid: int) -> None:

@@ -15,6 +15,10 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from kvc.core import events as ev
 from kvc.core.types import Attempt, Decision, Executor, GaveUp, Give, Mode, WorkerRef
+from services.router.adapters.engine_http import HttpEngines
+from services.router.config import RouterConfig
+from services.router.main import running_router
+from services.router.metrics import RouterMetrics
 from services.router.ports import EngineCall, EngineError
 from services.router.tracing import TracedDispatches, TracedEngines
 from tests.support.fake_ports import FakeAdmission, FakeEngines, Seen, ok, world
@@ -128,6 +132,12 @@ async def test_what_is_decided_and_how_it_ends_is_told_to_the_request_and_passed
     assert last["kvc.gave_up"] == "queue-full"
     assert (span.attributes or {})["kvc.end"] == "failed"
     assert (len(seen.decisions), seen.retries, len(seen.ends)) == (2, [error], 1)
+
+
+async def test_without_a_collector_nothing_is_wrapped() -> None:
+    async with running_router(RouterConfig()) as running:
+        assert type(running.router._runner._engines) is HttpEngines
+        assert type(running.router._observer) is RouterMetrics
 
 
 async def test_a_whole_dispatch_names_its_worker_in_the_spans_of_its_calls() -> None:
