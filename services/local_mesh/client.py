@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from array import array
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
@@ -15,8 +16,10 @@ from kvc.errors import Unavailable, from_rpc_error
 from kvc.evaluation.ports import TurnResult
 from kvc.runtime.channel import channel
 from kvc.v1 import router_pb2, router_pb2_grpc
+from services.local_mesh.options import CREDENTIAL_VARIABLE
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterator
     from pathlib import Path
 
@@ -92,6 +95,15 @@ def _result(finished: router_pb2.Finished, output: bytes) -> TurnResult:
         probes=len(decision.probes),
         finish_reason=finished.finish_reason,
     )
+
+
+def client_of(arguments: argparse.Namespace) -> RouterClient:
+    """The client that the arguments of a command ask for (`add_router_arguments`).
+
+    Raises:
+        ConfigError: the authority's file cannot be used.
+    """
+    return RouterClient(arguments.router, tls_ca=arguments.tls_ca, token=os.environ.get(CREDENTIAL_VARIABLE))
 
 
 @contextmanager

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console
 
 from kvc.errors import KvcError, leaf
-from services.local_mesh.options import EXIT_FAILED
+from kvc.runtime.config import ConfigError
+from services.local_mesh.options import EXIT_FAILED, EXIT_USAGE
 from services.local_mesh.views import WIDE
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def guarded(prog: str, command: Callable[[], int]) -> int:
         command: does everything; returns the exit code.
 
     Returns:
-        Its exit code; 1: it failed; 128 + n: signal n ended it.
+        Its exit code; 1: it failed; 2: a setting is wrong; 128 + n: signal n ended it.
     """
     try:
         return command()
@@ -88,6 +89,9 @@ def guarded(prog: str, command: Callable[[], int]) -> int:
     except KeyboardInterrupt:  # outside `run`, where signals are Python's own
         sys.stderr.write(f"{prog}: stopped\n")
         return EXIT_SIGNAL + signal.SIGINT
+    except ConfigError as error:
+        sys.stderr.write(f"{prog}: {error}\n")
+        return EXIT_USAGE
     except (KvcError, BaseExceptionGroup) as error:
         cause = leaf(error)
         if not isinstance(cause, KvcError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvc.engine.reference.costs import PRESETS
@@ -17,6 +18,7 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 DEFAULT_PORT = 5820
 """Below the range from which Linux takes ports of its own choice (32768 on): there, any connection could hold the port already."""
+CREDENTIAL_VARIABLE = "KVC_ROUTER_TOKEN"
 DEFAULT_ROUTER = f"127.0.0.1:{DEFAULT_PORT}"
 
 
@@ -105,6 +107,8 @@ def add_mesh_arguments(parser: argparse.ArgumentParser, *, kv_tokens: int, time_
 
 
 def add_router_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of commands that talk to a router."""
+    """Arguments of commands that talk to a router. Its token comes from the environment: other users of the machine see flags."""
     parser.add_argument("--router", default=DEFAULT_ROUTER, metavar="HOST:PORT", help=f"the router (default {DEFAULT_ROUTER})")
+    parser.add_argument("--tls-ca", type=Path, default=None, metavar="FILE", help="PEM authority of a router that uses TLS")
+    parser.epilog = f"The environment variable {CREDENTIAL_VARIABLE} holds the token of a router that asks for one."
     parser.add_argument("--json", action="store_true", help="one JSON object")

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 from kvc.errors import InvalidField
 from kvc.v1 import router_pb2
 from services.local_mesh import foreground
-from services.local_mesh.client import RouterClient, answers_of
+from services.local_mesh.client import answers_of, client_of
 from services.local_mesh.options import EXIT_FAILED, Parser, add_router_arguments, text
 from services.local_mesh.views import as_json, candidates_table
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
 TIMEOUT_S = 10.0
@@ -29,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
 
     def command() -> int:
         prompt = arguments.text if arguments.text is not None else _standard_input()
-        response = foreground.run(_ask(arguments.router, arguments.session, prompt))
+        response = foreground.run(_ask(arguments, prompt))
         chosen = response.HasField("worker")
         if arguments.json:
             if not arguments.explain:
@@ -57,7 +58,8 @@ def _standard_input() -> str:
         raise InvalidField(f"byte {error.start} of standard input is no UTF-8", field="text") from None
 
 
-async def _ask(target: str, session: str, prompt: str) -> router_pb2.RouteResponse:
-    async with RouterClient(target) as client:
-        with answers_of(target):
-            return await client.stub.Route(router_pb2.RouteRequest(session_id=session, text=prompt), timeout=TIMEOUT_S)
+async def _ask(arguments: argparse.Namespace, prompt: str) -> router_pb2.RouteResponse:
+    request = router_pb2.RouteRequest(session_id=arguments.session, text=prompt)
+    async with client_of(arguments) as client:
+        with answers_of(arguments.router):
+            return await client.stub.Route(request, timeout=TIMEOUT_S)

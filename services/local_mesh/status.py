@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from kvc.v1 import router_pb2
 from services.local_mesh import foreground
-from services.local_mesh.client import RouterClient, answers_of
+from services.local_mesh.client import answers_of, client_of
 from services.local_mesh.options import EXIT_FAILED, Parser, add_router_arguments, text
 from services.local_mesh.views import as_json, session_lines, workers_table
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
     Answer = router_pb2.RouterServiceGetSessionStatusResponse | router_pb2.ListWorkersResponse
@@ -27,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
 
     def command() -> int:
-        answer = foreground.run(_ask(arguments.router, arguments.session))
+        answer = foreground.run(_ask(arguments))
         if arguments.json:
             sys.stdout.write(as_json(answer))
         elif isinstance(answer, router_pb2.ListWorkersResponse):
@@ -41,10 +42,10 @@ def main(argv: Sequence[str]) -> int:
     return foreground.guarded(parser.prog, command)
 
 
-async def _ask(target: str, session: str | None) -> Answer:
-    async with RouterClient(target) as client:
-        with answers_of(target):
-            if session is None:
+async def _ask(arguments: argparse.Namespace) -> Answer:
+    async with client_of(arguments) as client:
+        with answers_of(arguments.router):
+            if arguments.session is None:
                 return await client.stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=TIMEOUT_S)
-            request = router_pb2.RouterServiceGetSessionStatusRequest(session_id=session)
+            request = router_pb2.RouterServiceGetSessionStatusRequest(session_id=arguments.session)
             return await client.stub.GetSessionStatus(request, timeout=TIMEOUT_S)

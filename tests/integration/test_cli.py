@@ -17,6 +17,7 @@ from kvc.evaluation.generator import Limits, generate
 from kvc.evaluation.workload import ReplayOptions
 from services import cli
 from services.local_mesh import demo
+from tests.support.certificates import make_certificates
 from tests.support.commands import alive, gone, kvc, running, up
 
 if TYPE_CHECKING:
@@ -171,6 +172,21 @@ def test_a_router_that_refuses(router: str, capsys: pytest.CaptureFixture[str]) 
     """The router's own words, which name the field."""
     assert cli.main(["route", "", "--router", router, "--text", "x"]) == 1
     assert capsys.readouterr().err == "kvc route: session_id: must be 1 to 256 bytes of UTF-8, is 0\n"
+
+
+def test_a_router_with_tls_and_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    made = make_certificates(tmp_path)
+    argv = ["--port", "0", "--server-tls-cert", str(made.certificate), "--server-tls-key", str(made.key)]
+    with running("router", *argv, KVC_SERVER_AUTH_TOKEN="open-sesame") as command:
+        port = command.wait_for(r'"event": "listening".*?"port": (\d+)')[1]
+        ask = ["status", "--router", f"127.0.0.1:{port}", "--tls-ca", str(made.authority)]
+        assert cli.main(ask) == 1
+        assert capsys.readouterr().err.startswith("kvc status: ")
+        monkeypatch.setenv("KVC_ROUTER_TOKEN", "open-sesame")
+        assert cli.main(ask) == 0
+        assert capsys.readouterr().out.split()[:3] == ["worker", "role", "state"]
+        assert cli.main([*ask[:-1], str(tmp_path / "none.pem")]) == 2
+        assert "none.pem" in capsys.readouterr().err
 
 
 # ---- replay and demo ----

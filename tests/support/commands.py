@@ -76,10 +76,12 @@ class Command:
 
 
 @contextmanager
-def running(*argv: str, terminal: bool = False) -> Iterator[Command]:
+def running(*argv: str, terminal: bool = False, **environment: str) -> Iterator[Command]:
     """A command for as long as the context lasts. Then it is asked to stop; what still runs of it afterwards is killed."""
     whole = [sys.executable, "-c", TERMINAL, *KVC, *argv] if terminal else [*KVC, *argv]
-    process = subprocess.Popen(whole, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=ENVIRONMENT, cwd=ROOT)
+    process = subprocess.Popen(
+        whole, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=ENVIRONMENT | environment, cwd=ROOT
+    )
     command = Command(process)
     assert process.stdout is not None
     reader = threading.Thread(target=_read, args=(process.stdout, command.printed))
