@@ -15,7 +15,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--rewrite", action="store_true", help="write the golden scenario files instead of comparing with them")
+    parser.addoption("--rewrite", action="store_true", help="write golden files and pages instead of comparing with them")
 
 
 @pytest.fixture
