@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 MAX_NEW_TOKENS = 1_048_576
 DEFAULT_NEW_TOKENS = 128
 MAX_TEMPERATURE = 2.0
+MARGIN_S = 0.05
+MARGIN_SHARE = 0.1
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
@@ -98,7 +100,10 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         if not 0.0 <= pb.temperature <= MAX_TEMPERATURE:
             raise InvalidField(f"must be 0 to {MAX_TEMPERATURE}, is {pb.temperature}", field="temperature")
         tokens = prompts.tokens_of(pb, limits.max_prompt_tokens)
-        budget_s = limits.timeout_s if remaining_s is None else min(limits.timeout_s, remaining_s)
+        # A little is kept back for the way home, so that the caller gets the typed error and not its own bare deadline.
+        budget_s = (
+            limits.timeout_s if remaining_s is None else min(limits.timeout_s, remaining_s - min(MARGIN_S, remaining_s * MARGIN_SHARE))
+        )
         return Request(
             request_id=pb.request_id or uuid.uuid4().hex,
             session_id=pb.session_id,
