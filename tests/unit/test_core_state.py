@@ -324,3 +324,16 @@ def test_a_preview_counts_blocks_as_the_arrival_will() -> None:
             preview = sigma.preview(session, chain, len(chain))
             sigma.apply(ev.TurnArrived(session, chain, len(chain)))
             assert preview.shared_blocks == sigma.turn(session, chain, len(chain), 0).shared_blocks
+
+
+def test_ends_of_what_is_gone_are_fine() -> None:
+    """STATE-2, STATE-8: a prefill worker that left while it worked, a session that nobody knows."""
+    sigma = mesh()
+    start(sigma, prefill=P0, prefill_tokens=50)
+    sigma.apply(ev.WorkerJoined(worker("P0", epoch=2, role=Role.PREFILL)))
+    sigma.apply(ev.PrefillDone(R1))
+    sigma.apply(ev.PrefillDone(R2))
+    assert (sigma.workers["P0"].inflight, sigma.workers["P0"].prefill_tokens) == (0, 0)
+    sigma.apply(ev.SessionClosed("nobody"))
+    end(sigma)
+    sigma.check_integrity()
