@@ -70,6 +70,25 @@ def pack_hashes(chain: array[int]) -> bytes:
     return chain.tobytes()
 
 
+def extend_blocks(chain: array[int], tokens: bytes | memoryview, block_tokens: int, seed: int) -> None:
+    """Appends the hashes of the full blocks of `tokens`, which begin where `chain` ends. Mutates `chain`.
+
+    Args:
+        chain: hashes of all blocks before.
+        tokens: packed tokens after them.
+        block_tokens: tokens a block.
+        seed: chain_seed.
+    """
+    step = block_tokens * TOKEN_BYTES
+    parent = chain[-1] if chain else seed
+    digest = xxhash.xxh3_64_intdigest
+    append = chain.append
+    view = memoryview(tokens)
+    for start in range(0, len(tokens) - step + 1, step):
+        parent = digest(view[start : start + step], parent)
+        append(parent)
+
+
 def extend_chain(chain: array[int], tokens: bytes, block_tokens: int, seed: int) -> None:
     """Appends the hashes of the full blocks of `tokens` that `chain` does not have yet. Mutates `chain`.
 
@@ -79,14 +98,7 @@ def extend_chain(chain: array[int], tokens: bytes, block_tokens: int, seed: int)
         block_tokens: tokens a block.
         seed: chain_seed.
     """
-    step = block_tokens * TOKEN_BYTES
-    parent = chain[-1] if chain else seed
-    digest = xxhash.xxh3_64_intdigest
-    append = chain.append
-    view = memoryview(tokens)
-    for start in range(len(chain) * step, len(tokens) - step + 1, step):
-        parent = digest(view[start : start + step], parent)
-        append(parent)
+    extend_blocks(chain, memoryview(tokens)[len(chain) * block_tokens * TOKEN_BYTES :], block_tokens, seed)
 
 
 def hash_chain(tokens: bytes, block_tokens: int, seed: int) -> array[int]:

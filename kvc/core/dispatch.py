@@ -145,7 +145,7 @@ def dispatch(turn: Turn, sigma: Sigma, request_id: str, *, first_attempt: int = 
         A Decision, whose attempt is open in Σ until TurnEnded; or GaveUp.
     """
     run = _Run(avoid, gone=set(avoid), next_attempt=first_attempt)
-    if not _eligible(sigma, run):
+    if avoid and not _eligible(sigma, run):
         avoid = frozenset()
         run.gone.clear()
     sweep = 0
@@ -178,9 +178,10 @@ def dispatch(turn: Turn, sigma: Sigma, request_id: str, *, first_attempt: int = 
 def _sweep(turn: Turn, sigma: Sigma, request_id: str, run: _Run) -> Generator[Effect, Answer, Decision | GaveUp | None]:
     """Lines 3-23: asks at most epsilon workers. None when none admitted. A worker that is busy with the session is asked again."""
     answers = 0
-    limit = _epsilon(sigma, run)
+    # At least one question is always allowed: most turns never count the workers.
+    limit = _epsilon(sigma, run) if sigma.params.paper_epsilon or sigma.params.epsilon is not None else None
     again: WorkerRef | None = None
-    while answers < limit:
+    while limit is None or answers < limit:
         worker = _next_worker(turn, sigma, run, again)
         if worker is None:
             return None
@@ -202,6 +203,8 @@ def _sweep(turn: Turn, sigma: Sigma, request_id: str, run: _Run) -> Generator[Ef
             run.probes.append(Probe(ref, admitted=True, elapsed_s=answer.elapsed_s))
             sigma.apply(ev.LoadReported(ref, answer.facts))
             return _decide(turn, sigma, run, worker, attempt, answer, prefill)
+        if limit is None:
+            limit = _epsilon(sigma, run)
         if isinstance(answer, Unreachable):
             run.probes.append(Probe(ref, admitted=False, error=answer.error, elapsed_s=answer.elapsed_s))
             run.gone.add(ref)

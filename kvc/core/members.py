@@ -28,10 +28,11 @@ class WorkerState:
     prefill_tokens: int = 0
     modes: dict[Mode, int] = field(default_factory=dict)
 
-    @property
-    def ref(self) -> WorkerRef:
-        """Name and life."""
-        return self.info.ref
+    ref: WorkerRef = field(init=False)
+
+    def __post_init__(self) -> None:
+        """`ref` is looked at many times a turn: a field, not a walk."""
+        self.ref = self.info.ref
 
     @property
     def why_not(self) -> str:

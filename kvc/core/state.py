@@ -53,6 +53,8 @@ class Sigma:
         self.params = params
         self.workers: dict[str, WorkerState] = {}
         self.sessions: dict[str, SessionState] = {}
+        self._decode: tuple[WorkerState, ...] = ()
+        self._prefill: tuple[WorkerState, ...] = ()
         self.open: dict[Attempt, OpenTurn] = {}
         self.asking: dict[Attempt, WorkerRef] = {}
         self.forest = Forest(forest_bytes)
@@ -90,11 +92,11 @@ class Sigma:
 
     def decode_workers(self) -> Iterable[WorkerState]:
         """Members of D, in the order they joined, eligible or not."""
-        return (worker for worker in self.workers.values() if worker.info.role.keeps_sessions)
+        return self._decode
 
     def prefill_workers(self) -> list[WorkerState]:
         """Members of P that may be used."""
-        return [worker for worker in self.workers.values() if worker.info.role is Role.PREFILL and not worker.why_not]
+        return [worker for worker in self._prefill if not worker.why_not]
 
     def session(self, session_id: str) -> SessionState | None:
         """A session, compared exactly; None when it was never served or is closed."""
@@ -155,6 +157,7 @@ class Sigma:
         fresh = WorkerState(info, draining=known.draining if known is not None else False)
         self._void(known)
         self.workers[info.ref.worker_id] = fresh
+        self._members()
         fresh.asked = sum(ref == info.ref for ref in self.asking.values())
         for turn in self.open.values():  # a worker that left and is back under the same epoch still has its turns
             fresh.inflight += (turn.started.ref == info.ref) + (turn.prefill_open and turn.started.prefill == info.ref)
@@ -162,6 +165,12 @@ class Sigma:
 
     def _worker_left(self, event: ev.WorkerLeft) -> None:
         self._void(self.workers.pop(event.worker_id, None))
+        self._members()
+
+    def _members(self) -> None:
+        """P and D in the order in which the workers joined."""
+        self._decode = tuple(worker for worker in self.workers.values() if worker.info.role.keeps_sessions)
+        self._prefill = tuple(worker for worker in self.workers.values() if worker.info.role is Role.PREFILL)
 
     def _void(self, worker: WorkerState | None) -> None:
         """Nothing learnt about a dead life stays: sessions placed on it are lost ones, and count nowhere until admitted again (R26)."""
