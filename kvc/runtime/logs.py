@@ -11,8 +11,11 @@ import json
 import logging
 import math
 import sys
+import time
 import traceback
 from typing import Any, TextIO
+
+import msgspec
 
 MAX_VALUE_CHARS = 512
 MAX_TRACE_CHARS = 8192
@@ -40,6 +43,8 @@ _MASKED = frozenset(
 # Libraries that fill a debug log with lines of no use: gRPC writes one for each call.
 _TALKATIVE = ("asyncio", "grpc")
 _RESERVED = frozenset({"ts", "level", "service", "event"})
+_SPECIAL = _RESERVED | _MASKED
+_encode = msgspec.json.Encoder().encode
 
 
 class JsonFormatter(logging.Formatter):
@@ -67,7 +72,63 @@ class JsonFormatter(logging.Formatter):
                 line[f"{key}_" if key in _RESERVED else key] = MASK if key.lower() in _MASKED else _clean(value)
         if record.exc_info and record.exc_info[1] is not None:
             line["exception"] = "".join(traceback.format_exception(record.exc_info[1]))[-MAX_TRACE_CHARS:]
-        return json.dumps(line, default=str)
+        return json.dumps(line, default=str, separators=(",", ":"))
+
+
+class JsonHandler(logging.StreamHandler[TextIO]):
+    """Writes events without the detour over a LogRecord: a line of twenty fields costs a few microseconds."""
+
+    def __init__(self, service: str, stream: TextIO) -> None:
+        """Writes to `stream`; everything that is no event goes through JsonFormatter."""
+        super().__init__(stream)
+        self.setFormatter(JsonFormatter(service))
+        self._service = service
+        self._second = 0
+        self._stamp = ""
+
+    def write_event(self, name: str, level: int, fields: dict[str, Any]) -> None:
+        """Writes one event; a value that the fast way cannot take makes the line go the slow way."""
+        line = self._begun(name, level)
+        for key, value in fields.items():
+            kind = type(value)
+            if key in _SPECIAL or key.lower() in _MASKED:
+                line[f"{key}_" if key in _RESERVED else key] = MASK if key.lower() in _MASKED else _clean(value)
+            elif value is None or kind is bool or (kind is str and len(value) <= MAX_VALUE_CHARS):
+                line[key] = value
+            else:
+                line[key] = _clean(value)
+        self._write(line)
+
+    def write_clean(self, name: str, level: int, fields: dict[str, Any]) -> None:
+        """Writes one event whose fields need no look: no reserved or masked name, only numbers and short strings of ours."""
+        self._write(self._begun(name, level) | fields)
+
+    def _begun(self, name: str, level: int) -> dict[str, Any]:
+        now_s = time.time()
+        second = int(now_s)
+        if second != self._second:
+            self._second = second
+            self._stamp = dt.datetime.fromtimestamp(second, dt.UTC).strftime("%Y-%m-%dT%H:%M:%S.")
+        stamp = f"{self._stamp}{int((now_s - second) * 1000):03d}+00:00"
+        return {"ts": stamp, "level": _LEVELS.get(level, "info"), "service": self._service, "event": name}
+
+    def _write(self, line: dict[str, Any]) -> None:
+        try:
+            text = _encode(line).decode()
+        except (TypeError, ValueError, OverflowError, UnicodeError):
+            text = json.dumps(line, default=str, separators=(",", ":"))
+        self.acquire()
+        try:
+            self.stream.write(text + "\n")
+            self.flush()
+        except Exception:  # noqa: BLE001 - as logging does it: a log that cannot be written must not stop the service
+            self.handleError(_NO_RECORD)
+        finally:
+            self.release()
+
+
+_LEVELS = {logging.DEBUG: "debug", logging.INFO: "info", logging.WARNING: "warning", logging.ERROR: "error", logging.CRITICAL: "critical"}
+_NO_RECORD = logging.LogRecord("kvc", logging.ERROR, "", 0, "", (), None)
 
 
 def configure(level: str, service: str, stream: TextIO | None = None) -> None:
@@ -81,8 +142,7 @@ def configure(level: str, service: str, stream: TextIO | None = None) -> None:
     Raises:
         ValueError: unknown level.
     """
-    handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(JsonFormatter(service))
+    handler = JsonHandler(service, stream or sys.stderr)
     root = logging.getLogger()
     root.setLevel(level.upper())
     for library in _TALKATIVE:
@@ -100,10 +160,24 @@ def event(logger: logging.Logger, name: str, *, level: int = logging.INFO, error
         error: written with its traceback, for faults of this program only.
         fields: values with their unit in the name (`_s`, `_tokens`, `_bytes`).
     """
-    if logger.isEnabledFor(level):
+    if not logger.isEnabledFor(level):
+        return
+    handlers = logger.root.handlers
+    if error is None and len(handlers) == 1 and isinstance(handlers[0], JsonHandler):
+        handlers[0].write_event(name, level, fields)
+    else:
         exc_info = None if error is None else (type(error), error, error.__traceback__)
         # Made by hand: `logger.log` would walk the stack for a file and line that no event carries.
         logger.handle(logger.makeRecord(logger.name, level, "", 0, name, (), exc_info, extra={"kvc_fields": fields}))
+
+
+def clean_event(logger: logging.Logger, name: str, level: int, fields: dict[str, Any]) -> None:
+    """As `event`, for the one line that is written for every request: its fields are known to be clean (JsonHandler.write_clean)."""
+    handlers = logger.root.handlers
+    if len(handlers) == 1 and isinstance(handlers[0], JsonHandler):
+        handlers[0].write_clean(name, level, fields)
+    else:
+        event(logger, name, level=level, **fields)
 
 
 def _clean(value: Any, depth: int = 0) -> Any:
