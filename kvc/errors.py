@@ -215,6 +215,25 @@ def http_body(error: KvcError) -> tuple[int, bytes]:
     return error.http_status, json.dumps({"error": body}).encode()
 
 
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def messages_body(error: KvcError) -> bytes:
+    """The JSON body that clients of Anthropic's Messages API understand, with the reason and the field beside the message."""
+    kind = _ANTHROPIC_TYPES.get(error.http_status, "api_error")
+    body = {"type": kind, "message": str(error), "reason": error.reason, "param": error.field or None}
+    return json.dumps({"type": "error", "error": body}).encode()
+
+
 def to_status(error: KvcError) -> tuple[grpc.StatusCode, str, grpc.aio.Metadata]:
     """What `context.abort` needs: code, details and trailing metadata with google.rpc.Status.
 

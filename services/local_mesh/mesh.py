@@ -45,6 +45,7 @@ class MeshConfig:
         agent_args: more arguments of `kvc agent`.
         engine_args: more arguments of `kvc engine`.
         router_port: gRPC port of the router; 0 = any.
+        http_port: HTTP port of the router; 0 = any.
         telemetry_endpoint: OTLP collector of all processes; empty = none.
         log_level: least severe level that all processes log.
         directory: where sockets and logs go; None: a temporary one.
@@ -62,6 +63,7 @@ class MeshConfig:
     agent_args: tuple[str, ...] = ()
     engine_args: tuple[str, ...] = ()
     router_port: int = 0
+    http_port: int = 0
     telemetry_endpoint: str = ""
     log_level: str = "info"
     directory: Path | None = None
@@ -95,6 +97,7 @@ class LocalMesh:
     router: Child | None = None
     router_port: int = 0
     router_ops_port: int = 0
+    http_port: int = 0
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
     _directory: Path = Path()
 
@@ -102,6 +105,11 @@ class LocalMesh:
     def target(self) -> str:
         """host:port of the router."""
         return f"127.0.0.1:{self.router_port}"
+
+    @property
+    def http_url(self) -> str:
+        """Base URL of the router's HTTP front door; OpenAI clients want `/v1` behind it."""
+        return f"http://127.0.0.1:{self.http_port}"
 
     @property
     def directory(self) -> Path:
@@ -198,14 +206,15 @@ class LocalMesh:
 
     async def _start_router(self) -> None:
         config = self.config
-        argv = ["router", "--port", str(config.router_port), "--policy", config.policy, "--params-profile", config.profile]
+        argv = ["router", "--port", str(config.router_port), "--http-port", str(config.http_port)]
+        argv += ["--policy", config.policy, "--params-profile", config.profile]
         for worker in self.workers.values():
             argv += ["--agent", worker.agent_target]
         argv += [*self._common(), *config.router_args]
-        self.router = Child("router", argv, self._directory / "router.log")
+        self.router = Child("router", argv, self._directory / "router.log", "router_ready")
         await self.router.start()
-        listening = await self.router.listening(START_TIMEOUT_S)
-        self.router_port, self.router_ops_port = int(listening["port"]), int(listening["ops_port"])
+        ready = await self.router.listening(START_TIMEOUT_S)
+        self.router_port, self.router_ops_port, self.http_port = int(ready["port"]), int(ready["ops_port"]), int(ready["http_port"])
 
     def _engine_argv(self, name: str, role: str, port: int) -> list[str]:
         config = self.config

@@ -18,6 +18,7 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 DEFAULT_PORT = 5820
 """Below the range from which Linux takes ports of its own choice (32768 on): there, any connection could hold the port already."""
+DEFAULT_HTTP_PORT = 8000
 CREDENTIAL_VARIABLE = "KVC_ROUTER_TOKEN"
 DEFAULT_ROUTER = f"127.0.0.1:{DEFAULT_PORT}"
 

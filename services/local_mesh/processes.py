@@ -35,7 +35,7 @@ class Child:
         self.name = name
         self._argv = list(argv)
         self._log_file = log_file
-        self._mark = f'"event": "{up_event}"'.encode()
+        self._up_event = up_event
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._listening: asyncio.Future[dict[str, Any]] | None = None
@@ -93,13 +93,18 @@ class Child:
             while line := await _line(process.stderr):
                 _keep(log, line)
                 self._last.append(line.decode(errors="replace").rstrip())
-                if self._mark in line and self._listening is not None and not self._listening.done():
-                    with suppress(ValueError):
-                        self._listening.set_result(json.loads(line))
+                if self._listening is not None and not self._listening.done():
+                    self._look_for_up(line, self._listening)
         await process.wait()
         if self._listening is not None and not self._listening.done():
             self._listening.set_exception(Unavailable(f"{self.name} ended with status {process.returncode}: {self.tail(1)}"))
             self._listening.exception()  # looked at here, so that a caller who no longer waits is no fault
+
+    def _look_for_up(self, line: bytes, listening: asyncio.Future[dict[str, Any]]) -> None:
+        with suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict) and record.get("event") == self._up_event:
+                listening.set_result(record)
 
     def tail(self, lines: int = 3) -> str:
         """Its last log lines as people read them, for messages."""

@@ -15,7 +15,7 @@ from kvc.v1 import router_pb2
 from services.local_mesh import foreground
 from services.local_mesh.client import RouterClient
 from services.local_mesh.mesh import LocalMesh, MeshConfig
-from services.local_mesh.options import DEFAULT_PORT, Parser, add_mesh_arguments, whole
+from services.local_mesh.options import DEFAULT_HTTP_PORT, DEFAULT_PORT, Parser, add_mesh_arguments, whole
 from services.local_mesh.views import workers_table
 
 if TYPE_CHECKING:
@@ -41,6 +41,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--port", type=whole(0, 65535), default=DEFAULT_PORT, metavar="N", help=f"gRPC port of the router (default {DEFAULT_PORT}; 0 = any)"
     )
+    parser.add_argument(
+        "--http-port",
+        type=whole(0, 65535),
+        default=DEFAULT_HTTP_PORT,
+        metavar="N",
+        help=f"HTTP port of the router (default {DEFAULT_HTTP_PORT}; 0 = any)",
+    )
     parser.add_argument("--telemetry-endpoint", default="", metavar="HOST:PORT", help="OTLP collector that gets every span")
     parser.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="of all processes (default info)"
@@ -57,6 +64,7 @@ def main(argv: Sequence[str]) -> int:
         policy=arguments.policy,
         profile=arguments.profile,
         router_port=arguments.port,
+        http_port=arguments.http_port,
         telemetry_endpoint=arguments.telemetry_endpoint,
         log_level=arguments.log_level,
         directory=arguments.dir,
@@ -82,6 +90,7 @@ async def _up(config: MeshConfig, console: Console, *, restart: bool) -> None:
     console.print(f"starting {config.topology} ...")
     async with LocalMesh(config) as mesh:
         await mesh.ready(READY_TIMEOUT_S)
+        _say(console, f"OpenAI base URL {mesh.http_url}/v1, Anthropic base URL {mesh.http_url}, page {mesh.http_url}/")
         _say(console, f"router on {mesh.target}, metrics on http://127.0.0.1:{mesh.router_ops_port}/metrics")
         _say(console, "agents: " + ", ".join(f"{worker.name} on {worker.agent_target}" for worker in mesh.workers.values()))
         _say(console, f"logs in {mesh.directory}; Ctrl-C stops")

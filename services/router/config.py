@@ -10,6 +10,9 @@ from kvc.core.params import Params
 from kvc.runtime.config import section, setting
 from kvc.runtime.server import ServerConfig
 from kvc.runtime.telemetry import TelemetryConfig
+from services.router.door.config import DoorConfig
+
+MAX_PORT = 65535
 
 MAX_PORT = 65535
 
@@ -85,6 +88,7 @@ class RouterConfig:
     requests: RequestsConfig = section(RequestsConfig)
     params: Params = section(Params)
     server: ServerConfig = section(ServerConfig)
+    http: DoorConfig = section(DoorConfig)
     telemetry: TelemetryConfig = section(TelemetryConfig)
     policy: Literal["kvc", "sticky", "round_robin"] = setting(
         "kvc", help="kvc, or a baseline without admission: vanilla P/D by turns, or pinned"

@@ -18,9 +18,14 @@ from kvc.runtime.metrics import process_registry
 from kvc.runtime.server import Server
 from kvc.runtime.telemetry import Telemetry
 from kvc.v1 import router_pb2, router_pb2_grpc
+from services.router.adapters.admit_stream import StreamAdmission
 from services.router.adapters.agents import Agents, GrpcAdmission
 from services.router.adapters.engine_http import HttpEngines
 from services.router.config import RouterConfig
+from services.router.door.admission import LocalAdmission, TaskAdmission
+from services.router.door.door import Door, tls_context
+from services.router.door.observer import DoorObserver
+from services.router.door.tokenizers import ReferenceTokenizer
 from services.router.follower import Follower
 from services.router.janitor import Janitor
 from services.router.metrics import RouterMetrics, SigmaCollector
@@ -32,7 +37,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from kvc.runtime.config import Loaded
-    from services.router.ports import EnginePort, Observer
+    from services.router.door.admission import Asking
+    from services.router.ports import AdmissionPort, EnginePort, Observer
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +56,7 @@ class RunningRouter:
     router: Router
     server: Server
     followers: tuple[Follower, ...]
+    http_port: int
 
     @property
     def target(self) -> str:
@@ -92,7 +99,8 @@ async def running_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
         stack.callback(telemetry.shutdown)
         agents = await stack.enter_async_context(Agents(config.agents, telemetry))
         engines: EnginePort = await stack.enter_async_context(HttpEngines(config.engines))
-        observer: Observer = RouterMetrics(registry)
+        metrics = RouterMetrics(registry)
+        observer: Observer = metrics
         if telemetry.enabled:
             engines, observer = TracedEngines(engines, telemetry.tracer), TracedDispatches(observer)
         admission = GrpcAdmission(agents, config.agents.hedge_after_s, clock)
@@ -119,20 +127,48 @@ async def running_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
             registry,
             lambda: running.not_ready() if running is not None else "starting",
         )
-        running = RunningRouter(router, server, followers)
+        asking = _asking(config, agents, admission, router)
+        door = Door(
+            config.http,
+            router,
+            asking,
+            ReferenceTokenizer(),
+            DoorObserver(metrics, clock.now_s()),
+            registry,
+            lambda: running.not_ready() if running else "starting",
+        )
+        try:
+            tls = tls_context(config.server.tls_cert, config.server.tls_key, config.server.tls_client_ca)
+            http_port = await door.start(config.http.host, config.http.port, tls)
+        except BaseException:
+            await server.stop(0.0)
+            raise
+        running = RunningRouter(router, server, followers, http_port)
+        event(logger, "router_ready", port=server.port, ops_port=server.ops_port, http_port=http_port)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(follower.run()) for follower in followers]
             tasks.append(group.create_task(janitor.run()))
+            tasks.append(group.create_task(door.sweep()))
+            if isinstance(asking, StreamAdmission):
+                tasks.append(group.create_task(asking.run(config.agents.targets)))
             health = group.create_task(_watch_health(running))
             tasks.append(group.create_task(_forget_idle(router)))
             try:
                 yield running
             finally:
                 health.cancel()
-                await server.stop(config.grace_s)
+                await asyncio.gather(server.stop(config.grace_s), door.stop(config.grace_s))
                 await _accounted(router, janitor)
                 for task in tasks:
                     task.cancel()
+
+
+def _asking(config: RouterConfig, agents: Agents, admission: AdmissionPort, router: Router) -> Asking:
+    """How the front door asks for admission."""
+    if config.http.admission == "off":
+        return LocalAdmission(router.sigma)
+    unary = TaskAdmission(admission, config.agents.admit_timeout_s)
+    return unary if config.http.admission == "unary" else StreamAdmission(agents, unary, config.agents.admit_timeout_s)
 
 
 async def _accounted(router: Router, janitor: Janitor) -> None:

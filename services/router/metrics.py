@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvc.core import events as ev
 from kvc.core.types import Decision, GaveUp, Mode, Reason
 from kvc.errors import KvcError
-from kvc.runtime.logs import event
-from kvc.runtime.metrics import LATENCY_BUCKETS_S, bound
+from kvc.runtime.logs import clean_event, event
+from kvc.runtime.metrics import LATENCY_BUCKETS_S, LatencyCollector, bound
 from services.router.ports import Observer
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from services.router.janitor import Janitor
-    from services.router.ports import EngineError, Request, Result
+    from services.router.ports import EngineError, Named, Result
     from services.router.router import Router
 
 logger = logging.getLogger(__name__)
@@ -49,15 +49,11 @@ class RouterMetrics(Observer):
         """Registers everything; series exist from the start."""
         turns = Counter("kvc_router_turns", "Turns that were started, by mode and how they ended", ["mode", "end"], registry=registry)
         self._turns = {mode: bound(turns, _ENDS, mode) for mode in _MODES}
-        ttft = Histogram("kvc_router_ttft_seconds", "Receipt to first chunk", ["mode"], buckets=LATENCY_BUCKETS_S, registry=registry)
-        self._ttft = bound(ttft, _MODES)
-        latency = Histogram("kvc_router_latency_seconds", "Receipt to last chunk", ["mode"], buckets=LATENCY_BUCKETS_S, registry=registry)
-        self._latency = bound(latency, _MODES)
-        self._decide = Histogram("kvc_router_decide_seconds", "Time to a decision", buckets=LATENCY_BUCKETS_S, registry=registry)
-        self._queued = Histogram(
-            "kvc_router_queued_seconds", "Wait for room of turns that waited", buckets=LATENCY_BUCKETS_S, registry=registry
-        )
-        self._mesh = Histogram("kvc_router_mesh_seconds", "Own time before the first chunk", buckets=LATENCY_BUCKETS_S, registry=registry)
+        self._ttft = LatencyCollector("kvc_router_ttft_seconds", "Receipt to first chunk", registry, "mode", _MODES).children
+        self._latency = LatencyCollector("kvc_router_latency_seconds", "Receipt to last chunk", registry, "mode", _MODES).children
+        self._decide = LatencyCollector("kvc_router_decide_seconds", "Time to a decision", registry).children[""]
+        self._queued = LatencyCollector("kvc_router_queued_seconds", "Wait for room of turns that waited", registry).children[""]
+        self._mesh = LatencyCollector("kvc_router_mesh_seconds", "Own time before the first chunk", registry).children[""]
         refusals = Counter("kvc_router_refusals", "Answers of workers that refused, by reason", ["reason"], registry=registry)
         self._refusals = bound(refusals, [reason.value for reason in Reason])
         self._unanswered = Counter("kvc_router_unanswered", "Admit calls without an answer, by gRPC status", ["status"], registry=registry)
@@ -80,7 +76,7 @@ class RouterMetrics(Observer):
             elif probe.error:
                 self._unanswered.labels(probe.error).inc()
 
-    def retried(self, request: Request, decision: Decision, error: EngineError) -> None:
+    def retried(self, request: Named, decision: Decision, error: EngineError) -> None:
         """Counts and logs the failure that the caller never sees."""
         self._turns[decision.mode.value][ev.End.FAILED.value].inc()
         self._retries.inc()
@@ -95,7 +91,7 @@ class RouterMetrics(Observer):
             problem=error.message,
         )
 
-    def ended(self, request: Request, decision: Decision | None, end: ev.End, result: Result | None, error: BaseException | None) -> None:
+    def ended(self, request: Named, decision: Decision | None, end: ev.End, result: Result | None, error: BaseException | None) -> None:
         """Counts, and writes the request's one line."""
         reason = error.reason if isinstance(error, KvcError) else "CANCELLED" if end is ev.End.CANCELLED else "INTERNAL" if error else ""
         if decision is not None:
@@ -107,7 +103,18 @@ class RouterMetrics(Observer):
         level = logging.WARNING if end is ev.End.FAILED else logging.INFO
         if logger.isEnabledFor(level):
             problem = str(error) if isinstance(error, KvcError) else None
-            event(logger, "dispatch", level=level, **_line(request, end, reason, problem), **_turn(decision), **_numbers(result))
+            clean_event(logger, "dispatch", level, _line(request, decision, end, result, reason, problem))
+
+    def totals(self) -> dict[str, Any]:
+        """Counts since the start, for the page: turns by mode and end, refusals and undecided requests by reason, TTFT by mode."""
+        return {
+            "turns": {mode: _values(ends) for mode, ends in self._turns.items()},
+            "refusals": _values(self._refusals),
+            "undecided": _values(self._undecided),
+            "ttft": {"bounds_s": LATENCY_BUCKETS_S, "counts": {mode: child.counts for mode, child in self._ttft.items()}},
+            "prompt_tokens": _value(self._prompt),
+            "cached_tokens": _value(self._cached),
+        }
 
     def _observe(self, result: Result) -> None:
         mode = result.decision.mode.value
@@ -118,8 +125,19 @@ class RouterMetrics(Observer):
         self._prompt.inc(result.last.prompt_tokens)
 
 
-def _line(request: Request, end: ev.End, reason: str, problem: str | None) -> dict[str, Any]:
-    return {
+def _value(counter: Counter) -> int:
+    return int(counter._value.get())  # noqa: SLF001 - the library offers no reader
+
+
+def _values(counters: dict[str, Counter]) -> dict[str, int]:
+    return {name: _value(counter) for name, counter in counters.items()}
+
+
+def _line(
+    request: Named, decision: Decision | None, end: ev.End, result: Result | None, reason: str, problem: str | None
+) -> dict[str, Any]:
+    """The fields of the canonical line: ids as they were checked on arrival, names of ours, and numbers."""
+    line: dict[str, Any] = {
         "request_id": request.request_id,
         "session_id": request.session_id,
         "end": end.value,
@@ -127,32 +145,22 @@ def _line(request: Request, end: ev.End, reason: str, problem: str | None) -> di
         "problem": problem,
         "input_tokens": request.input_tokens,
     }
-
-
-def _turn(decision: Decision | None) -> dict[str, Any]:
-    if decision is None:
-        return {}
-    return {
-        "mode": decision.mode.value,
-        "executor": decision.executor.value,
-        "decode": decision.decode.worker_id,
-        "prefill": decision.prefill.worker_id if decision.prefill else None,
-        "probes": _probes(decision),
-        "overlap_blocks": decision.overlap_blocks,
-        "queued_s": round(decision.queued_s, 4),
-    }
-
-
-def _numbers(result: Result | None) -> dict[str, Any]:
-    if result is None:
-        return {}
-    return {
-        "finish_reason": result.last.finish_reason,
-        "cached_tokens": result.last.cached_tokens,
-        "completion_tokens": result.last.completion_tokens,
-        "ttft_s": round(result.ttft_s, 4),
-        "latency_s": round(result.latency_s, 4),
-    }
+    if decision is not None:
+        line["mode"] = decision.mode.value
+        line["executor"] = decision.executor.value
+        line["decode"] = decision.decode.worker_id
+        line["prefill"] = decision.prefill.worker_id if decision.prefill else None
+        line["probes"] = _probes(decision)
+        line["overlap_blocks"] = decision.overlap_blocks
+        line["queued_s"] = round(decision.queued_s, 4)
+    if result is not None:
+        last = result.last
+        line["finish_reason"] = last.finish_reason
+        line["cached_tokens"] = last.cached_tokens
+        line["completion_tokens"] = last.completion_tokens
+        line["ttft_s"] = round(result.ttft_s, 4)
+        line["latency_s"] = round(result.latency_s, 4)
+    return line
 
 
 class SigmaCollector(Collector):

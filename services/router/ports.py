@@ -147,14 +147,33 @@ class Result:
 Output: TypeAlias = "Started | EngineChunk | Result"
 
 
+class Named(Protocol):
+    """What observers need to know of a request, whichever way it came."""
+
+    @property
+    def request_id(self) -> str:
+        """Its id."""
+        ...
+
+    @property
+    def session_id(self) -> str:
+        """Its session."""
+        ...
+
+    @property
+    def input_tokens(self) -> int:
+        """Its prompt."""
+        ...
+
+
 class Observer:
     """What metrics and logs see; every method may be overridden."""
 
     def decided(self, decision: Decision | GaveUp, decide_s: float) -> None:
         """Algorithm 3 returned; once an attempt."""
 
-    def retried(self, request: Request, decision: Decision, error: EngineError) -> None:
+    def retried(self, request: Named, decision: Decision, error: EngineError) -> None:
         """A worker failed before the first token; the request is decided anew."""
 
-    def ended(self, request: Request, decision: Decision | None, end: End, result: Result | None, error: BaseException | None) -> None:
+    def ended(self, request: Named, decision: Decision | None, end: End, result: Result | None, error: BaseException | None) -> None:
         """A request ended; once a request. `decision` is None when it ended without one in force, `error` when it failed or was left."""

@@ -89,6 +89,11 @@ class Chains:
             self._digests = PrefixDigests(self._block_tokens, seed)
 
     @property
+    def seed(self) -> int | None:
+        """The hash seed of the mesh's model; None until a worker is known."""
+        return self._digests.seed if self._digests is not None else None
+
+    @property
     def seeded(self) -> bool:
         """True once a worker is known."""
         return self._digests is not None

@@ -82,8 +82,8 @@ class Router:
         self.loads: dict[str, types_pb2.WorkerLoad] = {}
         self._admission = admission
         self._runner = Runner(engines)
-        self._clock = clock
-        self._janitor = janitor
+        self.clock = clock
+        self.janitor = janitor
         self._observer = observer or Observer()
         self._last_seen: dict[str, float] = {}
 
@@ -109,7 +109,7 @@ class Router:
         Raises:
             KvcError: the turn could not be done; the error says why and, where it helps, when to try again.
         """
-        run = _Run(request, self._clock.now_s(), self.claims.next_attempt(request.request_id))
+        run = _Run(request, self.clock.now_s(), self.claims.next_attempt(request.request_id))
         try:
             with self.claims.hold(request.request_id):
                 async with aclosing(self._claimed(run)) as outputs:
@@ -125,7 +125,7 @@ class Router:
         request = run.request
         try:
             async with self.gate.turn(request.session_id, request.deadline_s):
-                run.waited_s = self._clock.now_s() - run.arrived_s
+                run.waited_s = self.clock.now_s() - run.arrived_s
                 await self._first_worker(run)
                 async with aclosing(self._tries(run, self._arrive(request))) as outputs:
                     async for output in outputs:
@@ -155,19 +155,20 @@ class Router:
 
     def _arrive(self, request: Request) -> Turn:
         sigma = self.sigma
-        self._touch(request.session_id)
+        self.touch(request.session_id)
         self.forget_idle(at_most=2)
         chain = self.chains.chain(request.session_id, request.tokens, sigma.forest.chain(request.session_id))
         sigma.apply(ev.TurnArrived(request.session_id, chain, request.input_tokens))
         return sigma.turn(request.session_id, chain, request.input_tokens, request.max_new_tokens)
 
-    def _touch(self, session_id: str) -> None:
+    def touch(self, session_id: str) -> None:
+        """The session is in use."""
         self._last_seen.pop(session_id, None)
-        self._last_seen[session_id] = self._clock.now_s()
+        self._last_seen[session_id] = self.clock.now_s()
 
     def forget_idle(self, at_most: int) -> None:
         """Closes up to `at_most` sessions: those that were idle for too long, and the oldest beyond the cap."""
-        limits, now_s = self.config.requests, self._clock.now_s()
+        limits, now_s = self.config.requests, self.clock.now_s()
         for _ in range(at_most):
             oldest = next(iter(self._last_seen), None)
             if oldest is None:
@@ -175,7 +176,7 @@ class Router:
             if now_s - self._last_seen[oldest] <= limits.session_idle_s and len(self._last_seen) <= limits.max_sessions:
                 return
             if self.gate.busy(oldest):
-                self._touch(oldest)
+                self.touch(oldest)
             else:
                 self.close_session(oldest)
 
@@ -208,7 +209,7 @@ class Router:
 
     async def _decide(self, run: _Run, turn: Turn) -> Decision:
         """Drives the dispatch generator to its end."""
-        start_s = self._clock.now_s()
+        start_s = self.clock.now_s()
         name, first, avoid = run.request.request_id, run.next_attempt, frozenset(run.avoid)
         if self.config.policy == "kvc":
             steps = dispatch(turn, self.sigma, name, first_attempt=first, avoid=avoid)
@@ -218,7 +219,7 @@ class Router:
         if isinstance(outcome, Decision):
             run.decision = outcome
             run.next_attempt = outcome.attempt.attempt_number + 1
-        self._observer.decided(outcome, self._clock.now_s() - start_s)
+        self._observer.decided(outcome, self.clock.now_s() - start_s)
         if isinstance(outcome, GaveUp):
             raise gave_up(outcome, turn, len(self.room))
         self.room.notify()
@@ -239,12 +240,12 @@ class Router:
         deadline_s = run.request.deadline_s
         if isinstance(effect, Ask):
             run.next_attempt = effect.attempt.attempt_number + 1
-            return await self._ask(effect, deadline_s - self._clock.now_s())
+            return await self._ask(effect, deadline_s - self.clock.now_s())
         if isinstance(effect, WaitForRoom):
             return await self.room.wait(run.request.request_id, effect, deadline_s)
         assert isinstance(effect, Pause)
         pause_s = effect.at_least_s + random.uniform(0.0, effect.jitter_s)  # noqa: S311 - spreads retries, guards nothing
-        if pause_s >= deadline_s - self._clock.now_s():
+        if pause_s >= deadline_s - self.clock.now_s():
             return Resumed("deadline")
         await asyncio.sleep(pause_s)
         return Resumed("room", pause_s)
@@ -262,7 +263,7 @@ class Router:
         try:
             reply = await asyncio.shield(answer)
         except asyncio.CancelledError:
-            self._janitor.settle(ask, answer)
+            self.janitor.settle(ask, answer)
             raise
         if isinstance(reply, Unreachable) and not reply.gone and timeout_s >= remaining_s:
             raise out_of_time("a worker was asked")
@@ -276,13 +277,13 @@ class Router:
             DeadlineExceeded: the request's time is over.
         """
         end, last = ev.End.CANCELLED, EngineChunk()
-        sent_s = self._clock.now_s()
+        sent_s = self.clock.now_s()
         first_s: float | None = None
         try:
             async with aclosing(self._chunks(run.request, decision)) as chunks:
                 async for chunk in chunks:
                     if first_s is None:
-                        first_s = self._clock.now_s()
+                        first_s = self.clock.now_s()
                         yield Started(decision, sent_s - run.arrived_s)
                     last = chunk
                     yield chunk
@@ -298,7 +299,7 @@ class Router:
         yield self._result(run, decision, last, end, sent_s, first_s or sent_s)
 
     def _result(self, run: _Run, decision: Decision, last: EngineChunk, end: ev.End, sent_s: float, first_s: float) -> Result:
-        now_s = self._clock.now_s()
+        now_s = self.clock.now_s()
         mesh_s = max(0.0, sent_s - run.arrived_s - run.waited_s - decision.queued_s)
         result = Result(
             last=last,
@@ -338,7 +339,7 @@ class Router:
             EngineError: an engine failed, or a worker that owes the first chunk is lost.
             DeadlineExceeded: the request's time is over.
         """
-        limit = asyncio.timeout(max(0.0, request.deadline_s - self._clock.now_s()))
+        limit = asyncio.timeout(max(0.0, request.deadline_s - self.clock.now_s()))
         try:
             async with limit:
                 if debt is not None:
@@ -358,10 +359,10 @@ class Router:
 
     def _end(self, request: Request, decision: Decision, end: ev.End, last: EngineChunk) -> None:
         self.sigma.apply(ev.TurnEnded(decision.attempt, end, last.prompt_tokens or request.input_tokens, last.completion_tokens))
-        self._touch(request.session_id)
+        self.touch(request.session_id)
         if end is not ev.End.COMPLETED and decision.admission is not None:
             # The engine consumes the ticket when the request arrives; if it never did, this frees the reservation before its TTL.
-            self._janitor.release(decision.attempt, decision.decode, decision.admission)
+            self.janitor.release(decision.attempt, decision.decode, decision.admission)
         if request.close_session and end is ev.End.COMPLETED:
             self.close_session(request.session_id)
         self.room.notify()

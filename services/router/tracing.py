@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from kvc.core.events import End
     from kvc.core.types import GaveUp
-    from services.router.ports import EngineCall, EnginePort, Request, Result
+    from services.router.ports import EngineCall, EnginePort, Named, Result
 
 _W3C = TraceContextTextMapPropagator()
 _decision: ContextVar[Decision | None] = ContextVar("decision", default=None)
@@ -100,12 +100,12 @@ class TracedDispatches(Observer):
             attributes["kvc.gave_up"] = decision.why.value
         trace.get_current_span().add_event("decided", attributes)
 
-    def retried(self, request: Request, decision: Decision, error: EngineError) -> None:
+    def retried(self, request: Named, decision: Decision, error: EngineError) -> None:
         """An event for each worker that failed before the first token."""
         self._inner.retried(request, decision, error)
         trace.get_current_span().add_event("retried", {"error.type": error.reason, "kvc.worker_id": decision.decode.worker_id})
 
-    def ended(self, request: Request, decision: Decision | None, end: End, result: Result | None, error: BaseException | None) -> None:
+    def ended(self, request: Named, decision: Decision | None, end: End, result: Result | None, error: BaseException | None) -> None:
         """How it ended, as attributes."""
         self._inner.ended(request, decision, end, result, error)
         span = trace.get_current_span()

@@ -17,7 +17,7 @@ from kvc.core.queue import WaitQueue
 from kvc.errors import DeadlineExceeded, SessionBusy
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Container
 
     from kvc.core.dispatch import WaitForRoom
     from kvc.runtime.clock import Clock
@@ -134,6 +134,17 @@ class SessionGate:
         """True while a turn of the session is in flight."""
         return session_id in self._busy
 
+    def sessions(self) -> Container[str]:
+        """Sessions with a turn in flight."""
+        return self._busy
+
+    def try_enter(self, session_id: str) -> bool:
+        """Takes the session for one turn if nobody has it; `leave` gives it back."""
+        if session_id in self._busy:
+            return False
+        self._busy[session_id] = deque()
+        return True
+
     @asynccontextmanager
     async def turn(self, session_id: str, deadline_s: float) -> AsyncIterator[None]:
         """Holds the session for one turn.
@@ -142,13 +153,14 @@ class SessionGate:
             SessionBusy: too many turns of the session wait already.
             DeadlineExceeded: the turn before did not end in time.
         """
-        await self._enter(session_id, deadline_s)
+        await self.enter(session_id, deadline_s)
         try:
             yield
         finally:
-            self._leave(session_id)
+            self.leave(session_id)
 
-    async def _enter(self, session_id: str, deadline_s: float) -> None:
+    async def enter(self, session_id: str, deadline_s: float) -> None:
+        """Waits for the session; `leave` gives it back. Errors as in `turn`."""
         queue = self._busy.get(session_id)
         if queue is None:
             self._busy[session_id] = deque()
@@ -170,13 +182,14 @@ class SessionGate:
     def _abandon(self, session_id: str, handed: asyncio.Future[None]) -> None:
         """A waiter gives up; when the session was handed to it in the same moment, it is handed on."""
         if handed.done() and not handed.cancelled():
-            self._leave(session_id)
+            self.leave(session_id)
             return
         queue = self._busy.get(session_id)  # gone when the turn in flight ended in this very moment
         if queue is not None and handed in queue:
             queue.remove(handed)
 
-    def _leave(self, session_id: str) -> None:
+    def leave(self, session_id: str) -> None:
+        """Hands the session to the next turn that waits for it."""
         queue = self._busy[session_id]
         while queue:
             handed = queue.popleft()

@@ -97,6 +97,11 @@ class Agents:
         del self._followed[worker_id]
         return True
 
+    def target_of(self, worker_id: str) -> str | None:
+        """host:port of the agent that is followed for the worker."""
+        mine = self._followed.get(worker_id)
+        return mine.target if mine is not None else None
+
     def stub_of(self, worker_id: str) -> admission_pb2_grpc.AdmissionServiceAsyncStub | None:
         """The stub of the worker's agent; None when none is followed."""
         mine = self._followed.get(worker_id)

@@ -1,0 +1,1 @@
+"""The request path beside peer routers, on one mock engine, in one run."""

@@ -1,0 +1,166 @@
+"""Admit on one long-lived stream an agent, batched: everything that is asked in one turn of the event loop travels in one message.
+
+A stream is opened when it is first needed and again, after a pause, when it breaks; questions that are then under way, and those asked
+meanwhile, go by unary Admit. Every question has its own deadline, so an agent that hangs delays nobody else's answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from typing import TYPE_CHECKING
+
+import grpc.aio
+
+from kvc import wire
+from kvc.core.dispatch import Admitted, Refused, Unreachable
+from kvc.core.types import Admission, Attempt
+from kvc.errors import KvcError, error_for
+from kvc.v1 import admission_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from kvc.core.dispatch import Answer, Ask
+    from kvc.v1 import admission_pb2_grpc
+    from services.router.adapters.agents import Agents
+    from services.router.door.admission import Asking
+
+MAX_BATCH = 512
+RETRY_BASE_S = 0.05
+RETRY_CAP_S = 1.0
+
+
+class _Question:
+    """One question on its way."""
+
+    __slots__ = ("answered", "ask", "timer")
+
+    def __init__(self, ask: Ask, answered: Callable[[Answer], None]) -> None:
+        self.ask = ask
+        self.answered = answered
+        self.timer: asyncio.TimerHandle | None = None
+
+
+class AgentStream:
+    """The stream to one agent. `up` while questions may be asked on it."""
+
+    def __init__(self, stub: admission_pb2_grpc.AdmissionServiceAsyncStub, fallback: Asking, timeout_s: float) -> None:
+        """Opens nothing until `run`."""
+        self._stub = stub
+        self._fallback = fallback
+        self._timeout_s = timeout_s
+        self._open: dict[Attempt, _Question] = {}
+        self._batch: list[admission_pb2.AdmitRequest] = []
+        self._wake = asyncio.Event()
+        self.up = False
+
+    def ask(self, ask: Ask, answered: Callable[[Answer], None]) -> None:
+        """Asks on the stream, or by unary Admit while it is down."""
+        if not self.up or ask.attempt in self._open:
+            self._fallback.ask(ask, answered)
+            return
+        question = _Question(ask, answered)
+        question.timer = asyncio.get_running_loop().call_later(self._timeout_s, self._late, ask.attempt)
+        self._open[ask.attempt] = question
+        deadline_ms = max(1, int(self._timeout_s * 1000))
+        self._batch.append(wire.admit_request_to_pb(ask.attempt, ask.worker, ask.turn, ask.offer, deadline_ms=deadline_ms))
+        if len(self._batch) == 1:
+            self._wake.set()
+
+    async def run(self) -> None:
+        """Keeps the stream open until it is cancelled."""
+        failures = 0
+        while True:
+            with contextlib.suppress(grpc.aio.AioRpcError, KvcError):
+                await self._serve()
+                failures = 0
+            self._broken()
+            failures += 1
+            bound = min(RETRY_CAP_S, RETRY_BASE_S * 2.0 ** min(failures, 8))
+            await asyncio.sleep(random.uniform(bound / 2, bound))  # noqa: S311 - spreads reconnects, guards nothing
+
+    async def _serve(self) -> None:
+        call = self._stub.AdmitStream(self._batches())
+        try:
+            await call.wait_for_connection()
+            self.up = True
+            async for response in call:
+                for result in response.results:
+                    self._take(result)
+        finally:
+            self.up = False
+            call.cancel()
+
+    async def _batches(self) -> AsyncIterator[admission_pb2.AdmitStreamRequest]:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            batch, self._batch = self._batch, []
+            for start in range(0, len(batch), MAX_BATCH):
+                yield admission_pb2.AdmitStreamRequest(admits=batch[start : start + MAX_BATCH])
+
+    def _take(self, result: admission_pb2.AdmitStreamResult) -> None:
+        attempt = Attempt(result.attempt.request_id, result.attempt.attempt_number)
+        question = self._open.pop(attempt, None)
+        if question is None:
+            return  # it was late, and has been answered as such
+        if question.timer is not None:
+            question.timer.cancel()
+        question.answered(_answer(question.ask, result))
+
+    def _late(self, attempt: Attempt) -> None:
+        question = self._open.pop(attempt, None)
+        if question is not None:
+            question.answered(Unreachable("DEADLINE_EXCEEDED", gone=False, elapsed_s=self._timeout_s))
+
+    def _broken(self) -> None:
+        """Questions that are under way are asked again, by unary Admit: the same attempt gets the same answer."""
+        self.up = False
+        questions, self._open, self._batch = list(self._open.values()), {}, []
+        for question in questions:
+            if question.timer is not None:
+                question.timer.cancel()
+            self._fallback.ask(question.ask, question.answered)
+
+
+def _answer(ask: Ask, result: admission_pb2.AdmitStreamResult) -> Answer:
+    try:
+        if result.WhichOneof("result") == "error":
+            raise wire.stream_error_from_pb(result.error)
+        response = result.response
+        outcome = wire.outcome_from_pb(response)
+        facts = wire.facts_from_pb(response.facts)
+        if wire.ref_from_pb(response.worker) != ask.worker and isinstance(outcome, Admission):
+            raise error_for("FAILED_PRECONDITION", "another life of the worker answered")
+    except KvcError as error:
+        return Unreachable(error.code, gone=error.code == "UNAVAILABLE")
+    if isinstance(outcome, Admission):
+        return Admitted(outcome, facts)
+    return Refused(outcome, facts)
+
+
+class StreamAdmission:
+    """One AgentStream an agent; the worker's agent is the one that is followed for it."""
+
+    def __init__(self, agents: Agents, fallback: Asking, timeout_s: float) -> None:
+        """Opens nothing until `run`."""
+        self._agents = agents
+        self._fallback = fallback
+        self._timeout_s = timeout_s
+        self._streams: dict[str, AgentStream] = {}
+
+    def ask(self, ask: Ask, answered: Callable[[Answer], None]) -> None:
+        """Asks the worker's agent."""
+        target = self._agents.target_of(ask.worker.worker_id)
+        stream = self._streams.get(target) if target is not None else None
+        (stream if stream is not None else self._fallback).ask(ask, answered)
+
+    async def run(self, targets: tuple[str, ...]) -> None:
+        """Keeps streams to all agents open until it is cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for target in targets:
+                stream = AgentStream(self._agents.stub(target), self._fallback, self._timeout_s)
+                self._streams[target] = stream
+                group.create_task(stream.run())

@@ -1,0 +1,1 @@
+"""The front door: OpenAI-, Anthropic- and SGLang-shaped HTTP, decided in process and spliced as bytes."""

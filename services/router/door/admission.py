@@ -1,0 +1,85 @@
+"""How an exchange asks for admission: a question and a callback, so that a hot turn needs no task.
+
+StreamAdmission   one AdmitStream an agent, batched a loop turn (services/router/adapters/admit_stream.py)
+TaskAdmission     unary Admit; the fallback while a stream is down
+LocalAdmission    no question at all: the router's own copy of the worker's numbers decides (`admission = off`)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Protocol
+
+from kvc.core.admit import admit
+from kvc.core.blocks import resident_blocks
+from kvc.core.dispatch import Admitted, Refused, Unreachable
+from kvc.core.types import Admission, Facts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvc.core.dispatch import Answer, Ask
+    from kvc.core.state import Sigma
+    from services.router.ports import AdmissionPort
+
+
+class Asking(Protocol):
+    """Asks for admission."""
+
+    def ask(self, ask: Ask, answered: Callable[[Answer], None]) -> None:
+        """Asks; `answered` is called exactly once, possibly before this returns."""
+        ...
+
+
+class LocalAdmission:
+    """Decides from Σ alone: no ticket, no promise; what the engine cannot take it queues."""
+
+    def __init__(self, sigma: Sigma) -> None:
+        """Reads `sigma`."""
+        self._sigma = sigma
+
+    def ask(self, ask: Ask, answered: Callable[[Answer], None]) -> None:
+        """Answers at once."""
+        worker = self._sigma.worker(ask.worker)
+        if worker is None:
+            answered(Unreachable("NOT_FOUND", gone=True))
+            return
+        known = worker.facts
+        matched = resident_blocks(ask.turn.chain, worker.resident) * worker.info.block_tokens
+        facts = Facts(
+            worker.info.capacity_tokens,
+            held_tokens=known.held_tokens if known is not None else 0,
+            reserved_tokens=known.reserved_tokens if known is not None else 0,
+            evictable_tokens=known.evictable_tokens if known is not None else 0,
+            matched_tokens=matched,
+            prefill_tokens_per_s=worker.info.prefill_tokens_per_s,
+        )
+        outcome = admit(facts, ask.turn, self._sigma.params, ask.offer)
+        if isinstance(outcome, Admission):
+            answered(Admitted(outcome, facts))
+        else:
+            answered(Refused(outcome, facts))
+
+
+class TaskAdmission:
+    """Asks through the unary port, in a task of its own."""
+
+    def __init__(self, port: AdmissionPort, timeout_s: float) -> None:
+        """Waits `timeout_s` for each answer."""
+        self._port = port
+        self._timeout_s = timeout_s
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def ask(self, ask: Ask, answered: Callable[[Answer], None]) -> None:
+        """Asks."""
+        task = asyncio.get_running_loop().create_task(self._ask(ask, answered))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _ask(self, ask: Ask, answered: Callable[[Answer], None]) -> None:
+        answered(await self._port.admit(ask, self._timeout_s))
+
+    def close(self) -> None:
+        """Cancels questions in flight."""
+        for task in self._tasks:
+            task.cancel()

@@ -1,0 +1,363 @@
+"""A client's connection: strict HTTP/1.1 in, spliced bytes out.
+
+One request at a time is worked on; what a client sends beyond it waits in order, and reading stops when too much waits. Every limit has
+its status: 408 for a request that does not come to its end in time, 413 and 431 for one that is too large, 400 for one that is no HTTP.
+A request that is refused ends the connection, after the replies to those before it.
+
+A client that closes its side is gone: what an engine does for it is aborted, whether it closed all of the connection or only its sending
+half, because the two look alike and an engine's time is dear. What the door answers itself still reaches a client that closed its half.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from collections import deque
+from typing import TYPE_CHECKING, Final, cast
+
+import msgspec
+
+from kvc.errors import KvcError, http_body, messages_body
+from services.router.door.framing import Body
+from services.router.door.parser import HttpRefusedError, RequestParser
+from services.router.door.request import MESSAGES
+
+if TYPE_CHECKING:
+    from services.router.door.door import Door
+    from services.router.door.exchange import Exchange
+    from services.router.door.framing import Head
+    from services.router.door.request import HttpRequest
+
+MAX_WAITING: Final = 4
+"""Requests that wait for their turn; with more, reading stops."""
+MOST_WAITING: Final = 256
+"""Requests that may wait because they were read at once."""
+MAX_WAITING_BYTES: Final = 1 << 20
+LINGER_S: Final = 2.0
+"""How long what a client still sends after its last answer is read and dropped: closing at once would take the answer away from it."""
+NEVER_S: Final = float("inf")
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_REASONS = {
+    200: b"OK", 400: b"Bad Request", 401: b"Unauthorized", 404: b"Not Found", 405: b"Method Not Allowed", 408: b"Request Timeout",
+    409: b"Conflict", 413: b"Content Too Large", 417: b"Expectation Failed", 429: b"Too Many Requests",
+    431: b"Request Header Fields Too Large", 500: b"Internal Server Error", 502: b"Bad Gateway", 503: b"Service Unavailable",
+    504: b"Gateway Timeout",
+}  # fmt: skip
+_KINDS = {
+    401: "UNAUTHENTICATED", 405: "METHOD_NOT_ALLOWED", 408: "REQUEST_TIMEOUT", 413: "TOO_LARGE", 429: "TOO_MANY_REQUESTS",
+    431: "HEAD_TOO_LARGE", 500: "INTERNAL",
+}  # fmt: skip
+_UNAUTHORIZED = 401
+_TRACEPARENT = re.compile(rb"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+class Client(asyncio.Protocol):
+    """One connection. Implements parser.Sink."""
+
+    def __init__(self, door: Door) -> None:
+        """Not connected yet."""
+        self._door = door
+        self._parser = RequestParser(door.limits, self)
+        self._transport: asyncio.Transport | None = None
+        self._waiting: deque[HttpRequest] = deque()
+        self._exchange: Exchange | None = None
+        self._current: HttpRequest | None = None
+        self._due_s = NEVER_S
+        self._gone_by_s = NEVER_S
+        self._refusal: tuple[int, str] | None = None
+        self._deaf = False
+        self._closing = False
+        self._half_closed = False
+        self._last = False
+        self._continue_due = False
+        self._reads = True
+        self._writes = True
+        self._http10_body: Body | None = None
+        self.traceparent = b""
+        self.status = 0
+
+    # --- transport ----------------------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A client connected."""
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass
+        self._door.clients.add(self)
+        self._arm(self._door.limits.idle_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
+        """The client is gone: its turn stops everywhere."""
+        self._deaf = self._closing = True
+        self._waiting.clear()
+        self._disarm()
+        self._door.clients.discard(self)
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.cancel()
+
+    def eof_received(self) -> bool:
+        """The client closed its side. True keeps ours open for what the door answers itself."""
+        self._deaf = True
+        exchange = self._exchange
+        if exchange is not None:
+            self.cut_off()
+            exchange.cancel()
+            return False
+        transport = self._transport
+        self._half_closed = bool(self._waiting) and transport is not None and transport.can_write_eof()
+        self._closing = not self._half_closed
+        return self._half_closed
+
+    def pause_writing(self) -> None:
+        """The client reads slowly: the engine's side stops, too."""
+        self._writes = False
+        if self._exchange is not None:
+            self._exchange.pause()
+
+    def resume_writing(self) -> None:
+        """The client reads again."""
+        self._writes = True
+        if self._exchange is not None:
+            self._exchange.resume()
+        elif self._waiting:
+            self._begin_waiting()
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of requests; dropped after one that was refused."""
+        if self._deaf:
+            return
+        try:
+            self._parser.feed(data)
+        except HttpRefusedError as error:
+            self._refuse(error.status, error.message)
+        except Exception as error:  # noqa: BLE001 - a fault of ours answers this client and is logged; the others go on
+            self._refuse(500, self._door.fault(error).message)
+        if self._waiting or self._parser.body_bytes:
+            self._hold_back()
+
+    def _hold_back(self) -> None:
+        """Reads no further while too much waits, and on when it does not."""
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        waiting = len(self._waiting)
+        held = sum(len(request.body) for request in self._waiting) + (self._parser.body_bytes if self._current is not None else 0)
+        reads = self._deaf or (waiting < MAX_WAITING and held < MAX_WAITING_BYTES)
+        if reads is not self._reads:
+            self._reads = reads
+            (transport.resume_reading if reads else transport.pause_reading)()
+
+    # --- requests -----------------------------------------------------------------------------------------------------------------
+
+    def request_begins(self) -> None:
+        """The first byte of a request has come."""
+        if self._current is None:
+            self._arm(self._door.limits.request_s)
+
+    def request_expects(self) -> None:
+        """The client waits for a word before it sends the body; it gets it after the replies to earlier requests."""
+        if self._current is None and not self._waiting and self._transport is not None:
+            self._transport.write(_CONTINUE)
+        else:
+            self._continue_due = True
+
+    def request_is_big(self, path: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+        """A body that would be refused for lack of a token is not read."""
+        if not self._door.allows(path, headers):
+            raise HttpRefusedError(_UNAUTHORIZED, "a bearer token is needed")
+
+    def request_complete(self, request: HttpRequest) -> None:
+        """A request is complete: it is worked on now, or when those before it are done."""
+        self._continue_due = False
+        if self._closing:
+            return
+        if self._current is None and not self._waiting and self._writes:
+            self._begin(request)
+        elif len(self._waiting) < MOST_WAITING:
+            self._waiting.append(request)
+        else:
+            raise HttpRefusedError(429, "too many requests at once")
+
+    def _begin(self, request: HttpRequest) -> None:
+        self._disarm()
+        self._current = request
+        self._last = request.http10 or not request.keep_alive
+        self.status = 0
+        given = request.header(b"traceparent")
+        self.traceparent = given if given is not None and _TRACEPARENT.fullmatch(given) else _traceparent()
+        self._door.handle(self, request)
+
+    def _begin_waiting(self) -> None:
+        if self._waiting and self._current is None and self._writes and not self._closing:
+            request = self._waiting.popleft()
+            self._hold_back()
+            self._begin(request)
+
+    def run(self, exchange: Exchange) -> None:
+        """The current request is routed by `exchange`."""
+        if self._half_closed:
+            self._close()
+            return
+        self._exchange = exchange
+        exchange.start()
+
+    # --- replies ------------------------------------------------------------------------------------------------------------------
+
+    def respond(self, status: int, body: bytes, content_type: bytes = b"application/json", extra: bytes = b"") -> None:
+        """A complete reply of the door itself."""
+        self._exchange = None
+        request = self._current
+        keep_alive = request is not None and request.keep_alive and not self._closing and not self._door.stopping
+        connection = b"connection: close\r\n"
+        if keep_alive:
+            connection = b"connection: keep-alive\r\n" if request is not None and request.http10 else b""
+        head = b"HTTP/1.1 %d %b\r\ncontent-type: %b\r\ncontent-length: %d\r\n%b%b\r\n" % (
+            status, _REASONS.get(status, b"Status"), content_type, len(body), connection, extra,
+        )  # fmt: skip
+        self.status = status
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(head if request is not None and request.method == b"HEAD" else head + body)
+        self._next(keep_alive=keep_alive)
+
+    def respond_error(self, error: KvcError) -> None:
+        """A typed error, in the shape that the clients of the path understand."""
+        status, body = http_body(error)
+        if self._current is not None and self._current.path == MESSAGES:
+            body = messages_body(error)
+        extra = b"traceparent: %b\r\n" % self.traceparent
+        if error.retry_after_s:
+            extra += b"retry-after: %d\r\n" % max(1, round(error.retry_after_s))
+        if status == _UNAUTHORIZED:
+            extra += b"www-authenticate: Bearer\r\n"
+        self.respond(status, body, extra=extra)
+
+    def splice_head(self, head: Head, extra: bytes, rest: bytes) -> None:
+        """The engine's head, with our lines, and the first bytes of its body in one write."""
+        self.status = head.status
+        transport, request = self._transport, self._current
+        if transport is None or request is None:
+            return
+        if head.until_close or self._door.stopping:
+            self._last = True
+        if self._last:
+            extra += b"connection: close\r\n"
+        if request.http10 and head.chunked:  # HTTP/1.0 knows no chunks: the body is passed on without them, and ends with the connection
+            self._http10_body = Body(head, is_head_request=False)
+            transport.write(head.passed_on_plain(extra) + self._http10_body.payload(rest))
+        else:
+            transport.write(head.passed_on(extra) + rest)
+
+    def splice(self, data: bytes) -> None:
+        """More of the engine's body."""
+        if self._transport is not None:
+            self._transport.write(data if self._http10_body is None else self._http10_body.payload(data))
+
+    def finished(self) -> None:
+        """The engine's reply is complete."""
+        self._exchange = None
+        self._next(keep_alive=not self._last)
+
+    def cut_off(self) -> None:
+        """The reply cannot be completed: the client must see that, so the connection breaks."""
+        self._exchange = None
+        self._deaf = self._closing = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _next(self, *, keep_alive: bool) -> None:
+        """A reply is complete: what comes now?"""
+        self._current = None
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        if not keep_alive or self._closing or self._door.stopping:
+            self._close()
+            return
+        self._arm(self._door.limits.request_s if self._parser.partial else self._door.limits.idle_s)
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._begin_waiting)
+        elif self._refusal is not None:
+            self._answer_refusal(*self._refusal)
+        elif self._half_closed:
+            self._close()
+        elif self._continue_due:
+            self._continue_due = False
+            transport.write(_CONTINUE)
+        if not self._reads:
+            self._hold_back()
+
+    # --- ends ---------------------------------------------------------------------------------------------------------------------
+
+    def _refuse(self, status: int, message: str) -> None:
+        """A request that cannot be understood: an answer when those before it have theirs, then the end."""
+        self._deaf = True
+        if self._current is None and not self._waiting:
+            self._answer_refusal(status, message)
+        else:
+            self._refusal = (status, message)
+
+    def _answer_refusal(self, status: int, message: str) -> None:
+        self._closing = True
+        kind = _KINDS.get(status, "BAD_REQUEST")
+        extra = b"www-authenticate: Bearer\r\n" if status == _UNAUTHORIZED else b""
+        body = msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": status}})
+        self.respond(status, body, extra=extra)
+
+    def _close(self, *, lingers: bool = True) -> None:
+        """Closes when what was written has been sent. What may still come in is read and dropped for a while."""
+        unread = self._deaf or self._parser.partial or bool(self._waiting)
+        self._deaf = self._closing = True
+        self._waiting.clear()
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        self._hold_back()
+        self._gone_by_s = self._door.clock.now_s() + self._door.limits.idle_s
+        self._arm(LINGER_S)
+        if not lingers or self._half_closed:
+            transport.close()
+        elif transport.can_write_eof():
+            transport.write_eof()
+        elif not unread:  # over TLS the end cannot be told but by closing
+            transport.close()
+
+    def _closes(self, now_s: float) -> None:
+        """Closing takes its time when there is something to send; not for ever when nobody reads it."""
+        transport = self._transport
+        if transport is None:
+            return
+        if now_s >= self._gone_by_s:
+            transport.abort()
+            return
+        self._arm(LINGER_S)
+        if not transport.get_write_buffer_size():
+            transport.close()
+
+    def close_when_idle(self) -> None:
+        """Shutdown: closes now when nothing is under way, else after the current reply."""
+        if self._current is None and not self._closing:
+            self._close(lingers=False)
+
+    def _arm(self, seconds: float) -> None:
+        self._due_s = self._door.clock.now_s() + seconds
+
+    def _disarm(self) -> None:
+        self._due_s = NEVER_S
+
+    def check(self, now_s: float) -> None:
+        """Called a few times a second: idle connections close; requests that do not come to their end get a 408."""
+        if now_s < self._due_s:
+            return
+        self._disarm()
+        if self._closing:
+            self._closes(now_s)
+        elif self._parser.partial and not self._waiting and not self._deaf:
+            self._refuse(408, "the request did not come to its end in time")
+        else:
+            self._close(lingers=False)
+
+
+def _traceparent() -> bytes:
+    """A new trace that nobody records: the id still ties the reply to the engine's log."""
+    raw = b"%048x" % random.getrandbits(192)
+    return b"00-%b-%b-00" % (raw[:32], raw[32:])

@@ -1,0 +1,394 @@
+"""One request through the door: decided, sent, spliced back, accounted. Callbacks on one event loop; a task only where it must wait.
+
+    start -> gate (R21) -> TurnArrived -> dispatch generator -> admission -> engine(s) -> first byte -> ... -> end
+                                              ^                                 |
+                                              +------- before the first byte ---+   another worker, at most `retries` times
+
+The end reaches Σ exactly once, whoever ends the exchange: the engine, the client, the deadline, or shutdown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import secrets
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvc.core import events as ev
+from kvc.core.baselines import baseline
+from kvc.core.dispatch import Admitted, Ask, Pause, Resumed, WaitForRoom, dispatch
+from kvc.core.types import Decision, GaveUp
+from kvc.errors import DeadlineExceeded, KvcError, Unavailable
+from services.router.door.halves import CONFLICT, DecodeHalf, PrefillHalf
+from services.router.door.payload import Payload
+from services.router.door.request import message_for, output_tokens_of, prompt_of
+from services.router.door.usage import aborted, counts
+from services.router.failures import gave_up, guilty
+from services.router.ports import EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from kvc.core.blocks import Chain
+    from kvc.core.dispatch import Answer, Dispatch, Effect
+    from kvc.core.types import Turn, WorkerInfo, WorkerRef
+    from services.router.door.client import Client
+    from services.router.door.door import Door
+    from services.router.door.request import HttpRequest
+    from services.router.door.upstream import Pool
+
+_MAX_ROOM = 2**63 - 1
+_ERROR = 400
+_REASON = re.compile(rb'"type"\s*:\s*"([a-z-]{1,64})"')
+
+
+class Exchange:
+    """One routed request."""
+
+    def __init__(self, door: Door, client: Client, request: HttpRequest) -> None:
+        """Does nothing yet."""
+        self._door = door
+        self._client = client
+        self.request = request
+        self.request_id = f"{random.getrandbits(128):032x}"
+        self.session_id = ""
+        self.input_tokens = 0
+        self.clock = door.clock
+        self.arrived_s = door.clock.now_s()
+        self.first_s = 0.0
+        self.sent_s = 0.0
+        self.usage: dict[bytes, int] = {}
+        self._payload: Payload | None = None
+        self._reserve = 0
+        self._tries_left = door.retries
+        self._avoid: set[WorkerRef] = set()
+        self._attempt = 0
+        self._decision: Decision | None = None
+        self._steps: Dispatch | None = None
+        self._decode_half: DecodeHalf | None = None
+        self._prefill_half: PrefillHalf | None = None
+        self._asked: Ask | None = None
+        self._answer: Answer | None = None
+        self._asking = False
+        self._task: asyncio.Task[None] | None = None
+        self._inside = False
+        self._over = False
+
+    def prompt_tokens(self) -> int:
+        """Prompt length by the engine, else as reckoned here. OpenAI's count includes what was cached, Anthropic's does not."""
+        usage = self.usage
+        if b"input_tokens" in usage:
+            cached = usage.get(b"cache_read_input_tokens", 0) + usage.get(b"cache_creation_input_tokens", 0)
+            return usage[b"input_tokens"] + cached
+        return usage.get(b"prompt_tokens") or self.input_tokens
+
+    def output_tokens(self) -> int:
+        """Reply length as the engine reports it; 0 when it does not."""
+        return self.usage.get(b"completion_tokens") or self.usage.get(b"output_tokens") or 0
+
+    # --- deciding -----------------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Routes the request, or answers with a typed error."""
+        door = self._door
+        try:
+            door.check_room()
+            payload = self._payload = Payload(self.request.body)
+            self._reserve = output_tokens_of(self.request, payload, door.default_output_tokens)
+            prompt = prompt_of(self.request, payload, door.conversations(), door.gate.sessions())
+            payload.name_session(prompt.session_id)
+        except KvcError as error:
+            self._client.respond_error(error)
+            return
+        self.session_id, self.input_tokens = prompt.session_id, prompt.input_tokens
+        door.exchanges.add(self)
+        if not door.gate.try_enter(self.session_id):
+            self._spawn(partial(self._wait_turn, prompt.chain))
+            return
+        self.guarded(partial(self._entered, prompt.chain))
+
+    async def _wait_turn(self, chain: Chain) -> None:
+        await self._door.gate.enter(self.session_id, self.arrived_s + self._door.timeout_s)
+        self._entered(chain)
+
+    def _entered(self, chain: Chain) -> None:
+        """The session is ours until the end."""
+        self._inside = True
+        self._turn: Turn = self._door.arrive(self.session_id, chain, self.input_tokens, self._reserve)
+        self._decide()
+
+    def _decide(self) -> None:
+        door, avoid = self._door, frozenset(self._avoid)
+        if door.policy == "kvc":
+            self._steps = dispatch(self._turn, door.sigma, self.request_id, first_attempt=self._attempt, avoid=avoid)
+        else:
+            self._steps = baseline(door.policy, self._turn, door.sigma, self.request_id, first_attempt=self._attempt, avoid=avoid)
+        self._advance(None)
+
+    def _advance(self, answer: Answer | None) -> None:
+        """Feeds one answer to the dispatch generator, and performs what it asks for next."""
+        asked, self._asked = self._asked, None
+        if self._over:
+            if asked is not None and isinstance(answer, Admitted):  # nobody waits for it any more, but there is a ticket in it
+                self._door.janitor.release(asked.attempt, asked.worker, answer.admission)
+        elif self._asking:
+            self._answer = answer
+        else:
+            self.guarded(partial(self._step, answer))
+
+    def _step(self, answer: Answer | None) -> None:
+        """As `_advance`; answers that come at once are a loop, not a recursion as deep as there are workers."""
+        steps = self._steps
+        assert steps is not None
+        while True:
+            try:
+                effect = next(steps) if answer is None else steps.send(answer)
+            except StopIteration as stop:
+                self._steps = None
+                self._decided(stop.value)
+                return
+            if not isinstance(effect, Ask):
+                self._spawn(partial(self._wait, effect))
+                return
+            self._attempt = effect.attempt.attempt_number + 1
+            self._asked, self._answer, self._asking = effect, None, True
+            try:
+                self._door.admission.ask(effect, self._advance)
+            finally:
+                self._asking = False
+            answer = self._answer
+            if answer is None:
+                return
+
+    async def _wait(self, effect: Effect) -> None:
+        door = self._door
+        deadline_s = self.arrived_s + door.timeout_s
+        if isinstance(effect, WaitForRoom):
+            self._advance(await door.room.wait(self.request_id, effect, deadline_s))
+            return
+        assert isinstance(effect, Pause)
+        pause_s = effect.at_least_s + random.uniform(0.0, effect.jitter_s)  # noqa: S311 - spreads retries, guards nothing
+        await asyncio.sleep(pause_s)
+        self._advance(Resumed("room", pause_s))
+
+    def _decided(self, outcome: Decision | GaveUp) -> None:
+        door = self._door
+        if isinstance(outcome, Decision):
+            self._decision = outcome  # at once: its attempt is open in Σ from here on
+            self._attempt = outcome.attempt.attempt_number + 1
+        door.observer.decided(outcome, door.clock.now_s() - self.arrived_s)
+        if isinstance(outcome, GaveUp):
+            self._refuse(gave_up(outcome, self._turn, len(door.room)))
+            return
+        if len(door.room):
+            door.room.notify()
+        decode = door.sigma.worker(outcome.decode)
+        prefill = door.sigma.worker(outcome.prefill) if outcome.prefill is not None else None
+        if decode is None or (outcome.prefill is not None and prefill is None):
+            left = outcome.decode if decode is None or outcome.prefill is None else outcome.prefill
+            self._failed("worker-left", "the worker left before the turn reached it", guilty=left, gone=False)
+            return
+        self._send(outcome, decode.info, prefill.info if prefill is not None else None)
+
+    # --- sending ------------------------------------------------------------------------------------------------------------------
+
+    def _send(self, decision: Decision, decode: WorkerInfo, prefill: WorkerInfo | None) -> None:
+        number = decision.attempt.attempt_number
+        ticket = decision.admission.ticket if decision.admission is not None else f"{self.request_id}.{number}"
+        added = b""
+        assert self._payload is not None
+        if "session_id" not in self._payload.fields:
+            added = b',"session_id":' + msgspec.json.encode(self.session_id)
+        if prefill is not None:
+            room = secrets.randbelow(_MAX_ROOM)
+            host = msgspec.json.encode(prefill.bootstrap_host)
+            added += b',"bootstrap_host":%b,"bootstrap_port":%d,"bootstrap_room":%d' % (host, prefill.bootstrap_port, room)
+            self._prefill_half = PrefillHalf(self)
+            self._prefill_half.send(*self._message(prefill, f"{self.request_id}.p{number}", added))
+        self.sent_s = self._door.clock.now_s()
+        self._decode_half = DecodeHalf(self, self._client)
+        self._decode_half.send(*self._message(decode, ticket, added))
+
+    def _message(self, worker: WorkerInfo, rid: str, added: bytes) -> tuple[Pool, bytes]:
+        """The request as an engine gets it, and where: the client's body with the mesh's own keys appended."""
+        assert self._payload is not None
+        body = self._payload.with_fields(b'"rid":"%b"%b' % (rid.encode(), added))
+        pool = self._door.upstreams.pool(worker.engine_url)
+        return pool, message_for(pool, self.request, body, self._client.traceparent)
+
+    # --- what the decode worker's half tells ---------------------------------------------------------------------------------------
+
+    def begins(self) -> bytes:
+        """The reply begins. Returns the lines that the door adds to its head."""
+        decision = self._decision
+        assert decision is not None
+        self.first_s = self._door.clock.now_s()
+        self._payload, self.request.body = None, b""
+        cached = 0 if decision.admission is None else max(0, self.input_tokens - decision.admission.append_tokens)
+        return b"x-kvc-mode: %b\r\nx-kvc-worker: %b\r\nx-kvc-cached-tokens: %d\r\ntraceparent: %b\r\n" % (
+            decision.mode.value.encode(), decision.decode.worker_id.encode(), cached, self._client.traceparent,
+        )  # fmt: skip
+
+    def completed(self, tail: bytes) -> None:
+        """The reply is complete; `tail` is its end."""
+        self.usage = counts(tail)
+        self._finish(ev.End.FAILED if self._client.status >= _ERROR else ev.End.CANCELLED if aborted(tail) else ev.End.COMPLETED)
+        self._client.finished()
+
+    def rejected(self, status: int, body: bytearray) -> bool:
+        """The engine answered with an error that another one may not have; true when the request is tried again."""
+        if self._tries_left <= 0:
+            return False
+        decision = self._decision
+        assert decision is not None
+        said = _REASON.search(body)
+        reason = said[1].decode() if said is not None else f"http-{status}"
+        blamed = guilty(decision, EngineError(status, reason, ""))
+        if blamed is not None and status != CONFLICT:  # a ticket that expired is nobody's fault
+            self._avoid.add(blamed)
+        self._retry(reason, f"the engine answered {status}")
+        return True
+
+    def decode_failed(self, reason: str, problem: str, *, gone: bool) -> None:
+        """The decode worker failed before the first byte."""
+        assert self._decision is not None
+        self._failed(reason, problem, guilty=self._decision.decode, gone=gone)
+
+    def broken(self, problem: str) -> None:
+        """The decode worker failed in the middle of the reply."""
+        self._refuse(Unavailable(f"the engine failed in mid-reply: {problem}", reason="ENGINE_FAILED"))
+
+    # --- failures and ends --------------------------------------------------------------------------------------------------------
+
+    def prefill_failed(self, reason: str, problem: str, *, gone: bool) -> None:
+        """The prefill worker will not deliver: the decode worker must not wait for it (F32)."""
+        decision = self._decision
+        if not self._has_started() and decision is not None and decision.prefill is not None:
+            self._failed(reason, f"prefill: {problem}", guilty=decision.prefill, gone=gone)
+
+    def prefill_done(self) -> None:
+        """The prefill worker has done its half."""
+        if self._decision is not None:
+            self._door.sigma.apply(ev.PrefillDone(self._decision.attempt))
+            if len(self._door.room):
+                self._door.room.notify()
+
+    def _failed(self, reason: str, problem: str, *, guilty: WorkerRef, gone: bool) -> None:
+        """A worker failed before the first byte: another one is tried."""
+        if gone:
+            self._door.sigma.apply(ev.WorkerUnreachable(guilty, gone=True))
+        self._avoid.add(guilty)
+        if self._tries_left > 0:
+            self._retry(reason, problem)
+        else:
+            self._refuse(Unavailable(f"{reason}: {problem}", reason="ENGINE_FAILED", retry_after_s=0.1))
+
+    def _retry(self, reason: str, problem: str) -> None:
+        self._tries_left -= 1
+        if self._decision is not None:
+            self._door.observer.retried(self, self._decision, reason, problem)
+        self._end_attempt(ev.End.FAILED)
+        self._decide()
+
+    def _refuse(self, error: KvcError) -> None:
+        """The end with an error; a reply that has begun breaks off, because it cannot become another one."""
+        if self._over:
+            return
+        started = self._has_started()
+        self._finish(ev.End.FAILED, error)
+        if started:
+            self._client.cut_off()
+        else:
+            self._client.respond_error(error)
+
+    def _has_started(self) -> bool:
+        return self._decode_half is not None and self._decode_half.started
+
+    def check(self, now_s: float) -> None:
+        """Called a few times a second: the request's deadline."""
+        if now_s >= self.arrived_s + self._door.timeout_s:
+            self._refuse(DeadlineExceeded(f"the request took more than {self._door.timeout_s} s"))
+
+    def cancel(self) -> None:
+        """The client is gone: everything stops, and is accounted."""
+        self._finish(ev.End.CANCELLED)
+
+    def pause(self) -> None:
+        """The client reads slowly."""
+        if self._decode_half is not None:
+            self._decode_half.pause()
+
+    def resume(self) -> None:
+        """The client reads again."""
+        if self._decode_half is not None:
+            self._decode_half.resume()
+
+    def guarded(self, step: Callable[[], None]) -> None:
+        """Runs a step that nobody else looks after: a fault of ours answers this client and is logged; the others go on."""
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001 - as said
+            self._refuse(self._door.fault(error))
+
+    def _finish(self, end: ev.End, error: KvcError | None = None) -> None:
+        """The end of the exchange; only the first call counts."""
+        if self._over:
+            return
+        self._over = True
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None
+        decision = self._decision
+        self._end_attempt(end)
+        if self._inside:
+            self._door.gate.leave(self.session_id)
+        self._door.exchanges.discard(self)
+        task, self._task = self._task, None
+        if task is not None and not task.done() and task is not asyncio.current_task():
+            task.cancel()
+        else:
+            self._leave_room()
+        self.guarded(partial(self._door.observer.ended, self, decision, end, error))
+
+    def _leave_room(self) -> None:
+        """Gives up the place in the queue; the chance that woke us is the next one's."""
+        room = self._door.room
+        room.leave(self.request_id)
+        if len(room):
+            room.notify()
+
+    def _end_attempt(self, end: ev.End) -> None:
+        """Ends what runs on engines, and tells Σ."""
+        decision, self._decision = self._decision, None
+        prefill, self._prefill_half = self._prefill_half, None
+        if prefill is not None:
+            (prefill.finish if end is ev.End.COMPLETED else prefill.cancel)()
+        decode, self._decode_half = self._decode_half, None
+        if decode is not None:
+            decode.cancel()
+        if decision is None:
+            return
+        self._door.sigma.apply(ev.TurnEnded(decision.attempt, end, self.prompt_tokens(), self.output_tokens()))
+        if end is not ev.End.COMPLETED and decision.admission is not None:
+            self._door.janitor.release(decision.attempt, decision.decode, decision.admission)
+
+    def _spawn(self, wait: Callable[[], Coroutine[None, None, None]]) -> None:
+        """Runs one wait as a task of this exchange."""
+        self._task = asyncio.get_running_loop().create_task(self._guarded(wait))
+        self._task.add_done_callback(self._waited)
+
+    async def _guarded(self, wait: Callable[[], Coroutine[None, None, None]]) -> None:
+        try:
+            await wait()
+        except KvcError as error:
+            self._refuse(error)
+        except Exception as error:  # noqa: BLE001 - a fault of ours answers this client and is logged; the others go on
+            self._refuse(self._door.fault(error))
+
+    def _waited(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled():  # only now it is out of the queue
+            self._leave_room()
