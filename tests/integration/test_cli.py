@@ -88,14 +88,14 @@ def test_up_ends_when_its_router_does() -> None:
 
 
 def test_up_can_be_interrupted_while_it_starts() -> None:
-    with running("up", "--port", "0", "--topology", "1P3D") as command:
+    with running("up", "--port", "0", "--http-port", "0", "--topology", "1P3D") as command:
         command.wait_for("starting 1P3D")
         assert command.end(signal.SIGTERM) == 0
         assert alive(command.below()) == {}
 
 
 def test_up_on_a_port_that_is_taken_says_so_in_one_line() -> None:
-    with socket.socket() as taken, running("up", "--topology", "0P1D", "--port", str(listen(taken))) as command:
+    with socket.socket() as taken, running("up", "--topology", "0P1D", "--http-port", "0", "--port", str(listen(taken))) as command:
         assert command.process.wait(60) == 1
         first, second = command.text.splitlines()
         assert first == "starting 0P1D ..."
@@ -178,7 +178,7 @@ def test_a_router_with_tls_and_a_token(tmp_path: Path, monkeypatch: pytest.Monke
     made = make_certificates(tmp_path)
     argv = ["--port", "0", "--server-tls-cert", str(made.certificate), "--server-tls-key", str(made.key)]
     with running("router", *argv, KVC_SERVER_AUTH_TOKEN="open-sesame") as command:
-        port = command.wait_for(r'"event": "listening".*?"port": (\d+)')[1]
+        port = command.wait_for(r'"event":"listening".*?"port":(\d+)')[1]
         ask = ["status", "--router", f"127.0.0.1:{port}", "--tls-ca", str(made.authority)]
         assert cli.main(ask) == 1
         assert capsys.readouterr().err.startswith("kvc status: ")

@@ -219,7 +219,7 @@ async def test_no_log_carries_a_prompt_or_a_reply(mesh: LiveMesh) -> None:
     files = sorted(mesh.mesh.directory.glob("*.log"))
     assert {file.name for file in files} == {"router.log", "d0.agent.log", "d0.engine.log", "p0.agent.log", "p0.engine.log"}
     logged = "".join(file.read_text() for file in files)
-    assert '"level": "debug"' in logged
+    assert '"level":"debug"' in logged
     assert "ids" in {line["session_id"] for line in lines(mesh, "d0.agent.log") if line["event"] == "admit"}
     assert MARK not in logged
     assert str(FIRST_ID) not in logged

@@ -104,7 +104,7 @@ def running(*argv: str, terminal: bool = False, **environment: str) -> Iterator[
 @contextmanager
 def up(*argv: str, terminal: bool = False) -> Iterator[tuple[Command, str, Path]]:
     """`kvc up` on any free port, once it serves: the command, the router's address, the folder of its logs."""
-    with running("up", "--port", "0", "--time-scale", "50", *argv, terminal=terminal) as command:
+    with running("up", "--port", "0", "--http-port", "0", "--time-scale", "50", *argv, terminal=terminal) as command:
         found = command.wait_for(UP)
         yield command, found[1], Path(found[3])
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from kvc.core.dispatch import Ask
     from kvc.core.types import Attempt, Decision, GaveUp
-    from services.router.ports import Output
+    from services.router.ports import Named, Output
 
 E = TypeVar("E", bound=BaseException)
 
@@ -169,10 +169,10 @@ class Seen(Observer):
     def decided(self, decision: Decision | GaveUp, decide_s: float) -> None:
         self.decisions.append(decision)
 
-    def retried(self, request: Request, decision: Decision, error: EngineError) -> None:
+    def retried(self, request: Named, decision: Decision, error: EngineError) -> None:
         self.retries.append(error)
 
-    def ended(self, request: Request, decision: Decision | None, end: ev.End, result: Result | None, error: BaseException | None) -> None:
+    def ended(self, request: Named, decision: Decision | None, end: ev.End, result: Result | None, error: BaseException | None) -> None:
         self.ends.append((request.request_id, end, result, error))
 
 

@@ -130,7 +130,7 @@ class LiveMesh:
 
     async def restart_router(self) -> None:
         """Starts the router again under its old address."""
-        self.mesh.config = replace(self.mesh.config, router_port=self.mesh.router_port)
+        self.mesh.config = replace(self.mesh.config, router_port=self.mesh.router_port, http_port=self.mesh.http_port)
         await self.mesh._start_router()
 
     async def drain(self, name: str, *, drain: bool) -> int:

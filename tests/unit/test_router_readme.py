@@ -23,6 +23,7 @@ def test_every_setting_is_there(section: str, cls: type[AgentsConfig | EnginesCo
     assert {field.name for field in dataclasses.fields(RouterConfig) if not dataclasses.is_dataclass(field.default)} - {
         "agents",
         "engines",
+        "http",  # docs/http.md
         "requests",
         "params",
         "server",
