@@ -46,6 +46,7 @@ check: $(STAMP) ## format, lint, types, layers, protos: zero warnings
 test: $(STAMP) ## all tests, and the coverage of kvc.core
 	$(BIN)/pytest -q -n $(WORKERS) --dist loadfile --cov --cov-report= --cov-fail-under=0 $(PARALLEL_TESTS)
 	$(BIN)/python scripts/coverage_gate.py
+	@scripts/browser.sh
 	$(BIN)/pytest -q $(SERIAL_TESTS)
 
 demo: $(STAMP) ## a local mesh under an agentic workload, beside round-robin disaggregation

@@ -73,28 +73,38 @@ def encode_chat(messages: list[dict[str, Any]]) -> bytes:
     """Packed tokens of a conversation, ready for the assistant's answer.
 
     Args:
-        messages: OpenAI chat messages; text content only. Tool calls become part of the message's text.
+        messages: OpenAI's or Anthropic's chat messages; text, tool calls and tool results. Tool calls become part of the message's text.
 
     Raises:
         ChatError: a message is malformed.
     """
-    parts = [_encode_one(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    parts = [encode_one(message, f"messages[{index}]") for index, message in enumerate(messages)]
     return b"".join(parts) + _START + encode_text("assistant\n")
 
 
-def _encode_one(message: Any, path: str) -> bytes:
+def encode_one(message: Any, path: str) -> bytes:
+    """Packed tokens of one chat message given as a decoded object; `path` names it in errors.
+
+    Raises:
+        ChatError: it is malformed.
+    """
     if not isinstance(message, dict):
         raise ChatError(f"{path}: a message is an object", path)
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise ChatError(f"{path}.role: a non-empty string is needed", f"{path}.role")
-    text = _content_text(message.get("content"), f"{path}.content")
-    if message.get("tool_calls"):
-        text += msgspec.json.encode(message["tool_calls"], order="deterministic").decode()
     try:
+        text = _content_text(message.get("content"), f"{path}.content")
+        if message.get("tool_calls"):
+            text += _canonical(message["tool_calls"])
         return encode_message(role, text)
     except UnicodeEncodeError as error:
         raise ChatError(f"{path}: not encodable as UTF-8", path) from error
+
+
+def _canonical(value: Any) -> str:
+    """JSON that does not depend on the order in which a client writes its keys."""
+    return msgspec.json.encode(value, order="deterministic").decode()
 
 
 def _content_text(content: Any, path: str) -> str:
@@ -103,11 +113,19 @@ def _content_text(content: Any, path: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise ChatError(f"{path}: a string or a list of text parts is needed", path)
-    texts: list[str] = []
-    for index, part in enumerate(content):
-        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-        if not isinstance(text, str):
-            raise ChatError(f"{path}[{index}]: only parts of type text are supported", f"{path}[{index}]")
-        texts.append(text)
-    return "".join(texts)
+        raise ChatError(f"{path}: a string or a list of parts is needed", path)
+    return "".join(_part_text(part, f"{path}[{index}]") for index, part in enumerate(content))
+
+
+def _part_text(part: Any, path: str) -> str:
+    """Text of a part: of a text its words, of a tool's call and of its result what the model would read."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        text: str = part["text"]
+        return text
+    if kind == "tool_use":
+        return _canonical({name: part.get(name) for name in ("id", "name", "input")})
+    if kind == "tool_result":
+        known = _canonical({name: part[name] for name in ("tool_use_id", "is_error") if part.get(name)})
+        return known + _content_text(part.get("content"), f"{path}.content")
+    raise ChatError(f"{path}: only parts of type text, tool_use and tool_result are supported", path)

@@ -1,4 +1,4 @@
-"""The engine's HTTP door in SGLang's shapes."""
+"""The engine's HTTP door in SGLang's, OpenAI's and Anthropic's shapes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from aiohttp import web
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
 from kvc.engine.reference import schema
-from kvc.engine.reference.openai_api import ChatShape, CompletionShape, Shape
-from kvc.engine.reference.replies import error_body, meta_info, pieces
+from kvc.engine.reference.messages_api import MESSAGES_PATH, MessagesShape
+from kvc.engine.reference.openai_api import ChatShape, CompletionShape
+from kvc.engine.reference.replies import DataEvents, error_body, meta_info, pieces
 from kvc.engine.tokens import VOCAB_SIZE, decode_tokens
-from kvc.errors import Internal, InvalidField, KvcError, NotFound, TooLarge
+from kvc.errors import Internal, InvalidField, KvcError, NotFound, TooLarge, messages_body
 from kvc.runtime.logs import event
 from kvc.runtime.telemetry import context_from
 
@@ -27,17 +28,16 @@ if TYPE_CHECKING:
     from aiohttp.typedefs import Handler
 
     from kvc.engine.reference.engine import Engine
-    from kvc.engine.reference.replies import Piece
+    from kvc.engine.reference.replies import Piece, Shape
     from kvc.engine.reference.request import Request
     from kvc.runtime.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 
-DONE = b"data: [DONE]\n\n"
 JSON = "application/json"
 
 
-class GenerateShape:
+class GenerateShape(DataEvents):
     """Answers of /generate."""
 
     def __init__(self, worker_id: str) -> None:
@@ -74,6 +74,7 @@ class HttpApi:
                 web.post("/generate", self._generate),
                 web.post("/v1/chat/completions", self._chat),
                 web.post("/v1/completions", self._completion),
+                web.post(MESSAGES_PATH, self._messages),
                 web.get("/v1/models", self._models),
                 web.get("/health", self._health),
                 web.get("/health_generate", self._health),
@@ -106,6 +107,10 @@ class HttpApi:
         request = schema.completion_request(body, self._engine.config.default_max_new_tokens)
         return await self._answer(http, request, CompletionShape(body, self._engine.config), stream=bool(body.stream))
 
+    async def _messages(self, http: web.Request) -> web.StreamResponse:
+        body = schema.decode(await http.read(), schema.Messages)
+        return await self._answer(http, schema.messages_request(body), MessagesShape(body), stream=bool(body.stream))
+
     async def _answer(self, http: web.Request, request: Request, shape: Shape, *, stream: bool) -> web.StreamResponse:
         """Runs a request; whatever ends this handler, the client's disconnect included, ends the request with it."""
         engine = self._engine
@@ -129,12 +134,12 @@ class HttpApi:
                 if not response.prepared:
                     await response.prepare(http)
                 completed += len(piece.token_ids)
-                chunks = b"".join(_event(chunk) for chunk in shape.chunks(request, piece, completed))
-                await response.write(chunks + DONE if piece.last else chunks)
+                chunks = b"".join(shape.framed(chunk) for chunk in shape.chunks(request, piece, completed))
+                await response.write(chunks + shape.done if piece.last else chunks)
         except KvcError as error:
             if not response.prepared:
                 raise
-            await response.write(_event(error_body(error)) + DONE)
+            await response.write(shape.framed(shape.failure(error)) + shape.done)
         await response.write_eof()
         return response
 
@@ -282,12 +287,11 @@ def _json(body: Any, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(body), status=status, content_type=JSON)
 
 
-def _event(body: Any) -> bytes:
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
-
-
-def _failure(error: KvcError) -> web.Response:
-    response = _json(error_body(error), error.http_status)
+def _failure(error: KvcError, path: str) -> web.Response:
+    if path == MESSAGES_PATH:
+        response = web.Response(body=messages_body(error), status=error.http_status, content_type=JSON)
+    else:
+        response = _json(error_body(error), error.http_status)
     if error.retry_after_s:
         response.headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
     return response
@@ -299,9 +303,9 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except KvcError as error:
-        return _failure(error)
+        return _failure(error, request.path)
     except web.HTTPRequestEntityTooLarge:
-        return _failure(TooLarge("the request body is too large", field="body"))
+        return _failure(TooLarge("the request body is too large", field="body"), request.path)
     except web.HTTPException as error:
         body = {"error": {"message": error.reason, "type": "http-error", "param": None, "code": error.status}}
         return _json(body, error.status)
@@ -310,4 +314,4 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except Exception as error:  # noqa: BLE001 - the boundary
         incident = uuid.uuid4().hex[:12]
         event(logger, "http_fault", level=logging.ERROR, error=error, incident=incident, path=request.path)
-        return _failure(Internal(f"internal error, incident {incident}"))
+        return _failure(Internal(f"internal error, incident {incident}"), request.path)

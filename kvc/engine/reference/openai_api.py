@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from kvc.engine.reference.replies import meta_info, usage
+from kvc.engine.reference.replies import DataEvents, meta_info, usage
 from kvc.engine.tokens import decode_tokens
 
 if TYPE_CHECKING:
@@ -15,19 +15,7 @@ if TYPE_CHECKING:
     from kvc.engine.reference.schema import Chat, Completion, OpenAi
 
 
-class Shape(Protocol):
-    """How an endpoint words its answers."""
-
-    def chunks(self, request: Request, piece: Piece, completed: int) -> list[Any]:
-        """What a stream says about one piece of output."""
-        ...
-
-    def whole(self, request: Request) -> Any:
-        """The answer without streaming."""
-        ...
-
-
-class _OpenAiShape:
+class _OpenAiShape(DataEvents):
     """What the two endpoints share."""
 
     _whole_object = ""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+
+import msgspec
 
 from kvc.engine.reference.request import Phase
 
@@ -18,6 +20,46 @@ class Piece(NamedTuple):
 
     token_ids: list[int]
     last: bool
+
+
+class Shape(Protocol):
+    """How an endpoint words its answers.
+
+    Attributes:
+        done: what a stream ends with.
+    """
+
+    done: ClassVar[bytes]
+
+    def chunks(self, request: Request, piece: Piece, completed: int) -> list[Any]:
+        """What a stream says about one piece of output."""
+        ...
+
+    def whole(self, request: Request) -> Any:
+        """The answer without streaming."""
+        ...
+
+    def framed(self, chunk: Any) -> bytes:
+        """One server-sent event."""
+        ...
+
+    def failure(self, error: KvcError) -> Any:
+        """What a stream that has begun says about an error."""
+        ...
+
+
+class DataEvents:
+    """Streams of OpenAI's and SGLang's endpoints: nameless events, and a last one that says so."""
+
+    done: ClassVar[bytes] = b"data: [DONE]\n\n"
+
+    def framed(self, chunk: Any) -> bytes:
+        """One server-sent event."""
+        return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+    def failure(self, error: KvcError) -> Any:
+        """What a stream that has begun says about an error."""
+        return error_body(error)
 
 
 async def pieces(request: Request) -> AsyncIterator[Piece]:

@@ -1,4 +1,4 @@
-"""HTTP bodies in SGLang's and OpenAI's shapes, checked field by field and turned into requests.
+"""HTTP bodies in SGLang's, OpenAI's and Anthropic's shapes, checked field by field and turned into requests.
 
 Fields that change nothing here (top_p, stop, seed ...) are accepted and ignored. Every other wrong field is an `InvalidField` that
 names it.
@@ -16,7 +16,7 @@ import msgspec
 from kvc.core.blocks import pack_tokens
 from kvc.engine.kvvalue import IDS_VOCAB, TEXT_VOCAB
 from kvc.engine.reference.request import Bootstrap, Request
-from kvc.engine.tokens import VOCAB_SIZE, ChatError, encode_chat, encode_text
+from kvc.engine.tokens import VOCAB_SIZE, ChatError, encode_chat, encode_one, encode_text
 from kvc.errors import InvalidField
 
 if TYPE_CHECKING:
@@ -85,6 +85,16 @@ class Chat(OpenAi, kw_only=True):
     max_completion_tokens: int | None = None
 
 
+class Messages(Common, kw_only=True):
+    """POST /v1/messages, as Anthropic's clients send it."""
+
+    model: str
+    max_tokens: int
+    messages: list[dict[str, Any]]
+    system: str | list[Any] | None = None
+    temperature: float | None = None
+
+
 class Completion(OpenAi, kw_only=True):
     """POST /v1/completions."""
 
@@ -147,14 +157,23 @@ def chat_request(body: Chat, default_tokens: int) -> Request:
         InvalidField: a field is out of range.
     """
     _check_openai(body)
-    if not body.messages:
-        raise InvalidField("at least one message is needed", field="messages")
-    try:
-        prompt = encode_chat(body.messages)
-    except ChatError as error:
-        raise InvalidField(str(error), field=error.field) from None
+    prompt = _encode_chat(body.messages)
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     return _request(body, prompt, _count(getattr(body, name), default_tokens, name), TEXT_VOCAB, "messages")
+
+
+def messages_request(body: Messages) -> Request:
+    """The request of Anthropic's Messages API. The system prompt is the conversation's first message.
+
+    Raises:
+        InvalidField: a field is out of range.
+    """
+    _check_temperature(body.temperature, "temperature")
+    for index, message in enumerate(body.messages):
+        if message.get("role") not in {"user", "assistant"}:
+            raise InvalidField("must be user or assistant", field=f"messages[{index}].role")
+    count = _count(body.max_tokens, body.max_tokens, "max_tokens")
+    return _request(body, _encode_chat(body.messages, body.system), count, TEXT_VOCAB, "messages")
 
 
 def completion_request(body: Completion, default_tokens: int) -> Request:
@@ -173,6 +192,16 @@ def completion_request(body: Completion, default_tokens: int) -> Request:
     if not all(type(token) is int and 0 <= token < VOCAB_SIZE for token in prompt):
         raise InvalidField(f"one text or one list of token ids (0 to {VOCAB_SIZE - 1}) is needed", field="prompt")
     return _request(body, pack_tokens(prompt), count, IDS_VOCAB, "prompt")
+
+
+def _encode_chat(messages: list[dict[str, Any]], system: str | list[Any] | None = None) -> bytes:
+    if not messages:
+        raise InvalidField("at least one message is needed", field="messages")
+    try:
+        before = encode_one({"role": "system", "content": system}, "system") if system is not None else b""
+        return before + encode_chat(messages)
+    except ChatError as error:
+        raise InvalidField(str(error), field=error.field) from None
 
 
 def _request(body: Common, prompt: bytes, count: int, vocab: Vocab, field: str) -> Request:
