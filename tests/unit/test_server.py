@@ -152,7 +152,7 @@ async def test_a_servicers_own_abort_passes(logged: io.StringIO) -> None:
         error = await failure(unary_call, stub)
     assert (type(error), error.message) == (NotFound, "own words")
     assert "internal_error" not in logged.getvalue()
-    assert '"level": "error"' not in logged.getvalue()
+    assert '"level":"error"' not in logged.getvalue()
 
 
 async def test_a_long_message_still_arrives() -> None:
@@ -222,7 +222,7 @@ async def test_a_cancelled_call_gives_back_what_it_holds_at_once_and_is_no_error
             call.cancel()
             await until(partial(servicer.has_ended, calls + 1))
     assert (servicer.held, servicer.ended) == (0, ["own"] * 20)
-    assert '"level": "error"' not in logged.getvalue()
+    assert '"level":"error"' not in logged.getvalue()
 
 
 async def raw_call(server: Server, method: str, *bodies: bytes) -> Any:
@@ -264,7 +264,7 @@ async def test_bytes_that_are_no_message_are_an_invalid_argument(method: str, bo
         assert await raw_call(server, "GetWorker", b"") == b""
     error = from_rpc_error(caught.value)
     assert (type(error), error.field) == (InvalidField, "request")
-    assert '"level": "error"' not in logged.getvalue()
+    assert '"level":"error"' not in logged.getvalue()
 
 
 @pytest.mark.parametrize("method", ["Admit", "WatchResidency", "AdmitStream"])
@@ -548,6 +548,6 @@ async def test_tls_files_that_are_missing_or_empty_or_no_pem_are_clear_errors(ce
 async def test_an_open_port_is_one_warning(host: str, logged: io.StringIO, *, warns: bool) -> None:
     async with serving(Scripted(), ServerConfig(host=host)):
         pass
-    warnings = [line for line in logged.getvalue().splitlines() if '"level": "warning"' in line]
+    warnings = [line for line in logged.getvalue().splitlines() if '"level":"warning"' in line]
     assert len(warnings) == int(warns)
     assert all("server.auth_token" in line for line in warnings)
