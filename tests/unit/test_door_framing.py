@@ -243,7 +243,8 @@ def test_a_reason_that_looks_like_a_header_stays() -> None:
 
 def test_the_version_passed_on_is_ours() -> None:
     assert head("Content-Length: 0", version="1.0").passed_on(b"") == b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
-    assert head(status="200").passed_on(b"") == b"HTTP/1.1 200\r\n\r\n"
+    for status in ("200", "200 "):
+        assert head("X: 1", status=status).passed_on(b"") == b"HTTP/1.1 200 \r\nX: 1\r\n\r\n"
 
 
 def test_a_head_for_a_client_without_chunks() -> None:

@@ -151,12 +151,12 @@ class Client(asyncio.Protocol):
 
     def request_begins(self) -> None:
         """The first byte of a request has come."""
-        if self._current is None:
+        if self._current is None and not self._closing:
             self._arm(self._door.limits.request_s)
 
     def request_expects(self) -> None:
         """The client waits for a word before it sends the body; it gets it after the replies to earlier requests."""
-        if self._current is None and not self._waiting and self._transport is not None:
+        if self._current is None and not self._waiting and not self._closing and self._transport is not None:
             self._transport.write(_CONTINUE)
         else:
             self._continue_due = True
@@ -291,6 +291,8 @@ class Client(asyncio.Protocol):
     def _refuse(self, status: int, message: str) -> None:
         """A request that cannot be understood: an answer when those before it have theirs, then the end."""
         self._deaf = True
+        if self._closing:
+            return  # the last answer has been given already
         if self._current is None and not self._waiting:
             self._answer_refusal(status, message)
         else:

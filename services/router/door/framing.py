@@ -18,7 +18,7 @@ MAX_TRAILER_BYTES = 8192
 MAX_CHUNK_DIGITS = 15
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[^\r\n]*)?\r\n")
 _SIZE_START = re.compile(rb"[0-9A-Fa-f]{1,15}(?:[ \t]*|[ \t]*;[^\r\n]*)\r?")
-_STATUS = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9][0-9])(?: [^\r\n\0]*)?\r\n")
+_STATUS = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9][0-9])( [^\r\n\0]*)?\r\n")
 _FIELD = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*([^\r\n\0]*?)[ \t]*\r\n")
 _CRLF = b"\r\n"
 _EMPTY, _LENGTH, _CHUNKED, _CLOSE = range(4)
@@ -94,7 +94,7 @@ class Head:
         if self.chunked and (self.length >= 0 or status[1] == b"0"):
             raise FramingError("transfer-encoding beside content-length, or in HTTP/1.0")
         self.until_close = not self.chunked and self.length < 0 and self.status >= _OK and self.status not in _BODILESS
-        kept = [_VERSION, raw[len(_VERSION) : status.end()]]
+        kept = [_VERSION, raw[len(_VERSION) : status.end()] if status[3] else b" %b \r\n" % status[2]]  # the space must be there
         kept += [raw[start:to] for name, start, to in fields if name not in dropped]
         self._passed = b"".join(kept)
 
