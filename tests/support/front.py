@@ -163,6 +163,7 @@ class Front:
             "asks": len(self.asking.held),
             "inflight": sum(abs(state.inflight) for state in sigma.workers.values()),
             "sessions with turns": sum(session.open_turns != 0 for session in sigma.sessions.values()),
+            "bytes of bodies": self.door.held_bytes if not self.door.clients else 0,
             "exchanges of clients": sum(client._exchange is not None for client in self.door.clients),
         }
         return {place: count for place, count in counts.items() if count}

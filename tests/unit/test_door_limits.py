@@ -194,6 +194,35 @@ async def test_the_time_of_a_request_begun_behind_another_counts_from_its_turn()
         assert (await wire.response()).status == 408
 
 
+async def test_bodies_of_all_connections_together_have_a_limit() -> None:
+    """Whoever is still sending when there is too much is refused; what is held is counted to the byte."""
+    async with front(http={"max_held_bytes": 4 << 20}) as door:
+        gate = Gate()
+        await door.worker("d0", gate)
+        body = json.dumps({"prompt": "x" * 900_000, "max_tokens": 1}).encode()
+        wires = [await door.client() for _ in range(10)]
+        for wire in wires:
+            wire.writer.write(post(body, "/v1/completions")[:-1])
+        answers = [asyncio.create_task(wire.response()) for wire in wires]
+
+        def others_are_there() -> bool:
+            others = sum(not answer.done() for answer in answers)
+            return others < 10 and door.door.held_bytes == others * (len(body) - 1)
+
+        await until(others_are_there, DEADLINE_S, "some are refused, and the others are there but for their last byte")
+        assert 2 << 20 < door.door.held_bytes <= 4 << 20
+        for wire in wires:
+            wire.writer.write(body[-1:])
+        gate.go.set()
+        statuses = [(await answer).status for answer in answers]
+        assert 2 <= statuses.count(200) <= 4
+        assert set(statuses) == {200, 503}
+        assert {(await answer).kind for answer in answers if (await answer).status == 503} == {"OVERLOADED"}
+        await until(lambda: door.door.held_bytes == 0, DEADLINE_S, "nothing is held")
+        assert (await door.ask(body, "/v1/completions")).status == 200
+        assert door.door.held_bytes == 0
+
+
 # ---- Expect: 100-continue ----
 
 
@@ -280,6 +309,32 @@ async def test_pipelined_requests_are_answered_in_order(door: Front) -> None:
     assert await wire.ended()
     assert len(door.engines["d0"].requests) == 3
     await door.check(3)
+
+
+async def test_requests_come_in_while_a_reply_goes_out(door: Front) -> None:
+    """A long one, too: neither waits for the other."""
+    goes_on = asyncio.Event()
+
+    async def streams(asked: Asked) -> None:
+        await asked.send(head(200, CHUNKED) + chunk(b"1"))
+        await goes_on.wait()
+        await asked.send(chunk(b"2") + END)
+
+    door.engines["d0"].answers = [streams, good]
+    wire = await door.client()
+    await wire.send(post(HI))
+    await wire.head()
+    long = post(HI | {"messages": [{"role": "user", "content": "x" * 5_000_000}]})
+    sending = asyncio.create_task(wire.send(long + get()))
+    assert await wire.reader.readexactly(len(chunk(b"1"))) == chunk(b"1")
+    await asyncio.sleep(0.1)
+    goes_on.set()
+    assert await wire.reader.readexactly(len(chunk(b"2") + END)) == chunk(b"2") + END
+    assert (await wire.response()).body == USAGE
+    assert (await wire.response(method="GET")).status == 200
+    await sending
+    assert len(door.engines["d0"].requests[1].body) > 5_000_000
+    await door.check(2)
 
 
 async def test_only_one_request_of_a_connection_is_worked_on(door: Front) -> None:

@@ -46,7 +46,7 @@ _REASONS = {
 }  # fmt: skip
 _KINDS = {
     401: "UNAUTHENTICATED", 405: "METHOD_NOT_ALLOWED", 408: "REQUEST_TIMEOUT", 413: "TOO_LARGE", 429: "TOO_MANY_REQUESTS",
-    431: "HEAD_TOO_LARGE", 500: "INTERNAL",
+    431: "HEAD_TOO_LARGE", 500: "INTERNAL", 503: "OVERLOADED",
 }  # fmt: skip
 _UNAUTHORIZED = 401
 _TRACEPARENT = re.compile(rb"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
@@ -74,6 +74,7 @@ class Client(asyncio.Protocol):
         self._reads = True
         self._writes = True
         self._http10_body: Body | None = None
+        self._held_bytes = 0
         self.traceparent = b""
         self.status = 0
 
@@ -89,6 +90,8 @@ class Client(asyncio.Protocol):
         """The client is gone: its turn stops everywhere."""
         self._deaf = self._closing = True
         self._waiting.clear()
+        self._door.held_bytes -= self._held_bytes
+        self._held_bytes = 0
         self._disarm()
         self._door.clients.discard(self)
         exchange, self._exchange = self._exchange, None
@@ -132,8 +135,19 @@ class Client(asyncio.Protocol):
             self._refuse(error.status, error.message)
         except Exception as error:  # noqa: BLE001 - a fault of ours answers this client and is logged; the others go on
             self._refuse(500, self._door.fault(error).message)
-        if self._waiting or self._parser.body_bytes:
+        if self._waiting or self._parser.body_bytes or self._held_bytes:
             self._hold_back()
+            self._account()
+            if self._door.is_full and self._parser.body_bytes:
+                self._refuse(503, "the bodies of all requests together are too long")
+
+    def _account(self) -> None:
+        """Tells the door how many bytes of bodies this connection holds."""
+        held = self._parser.body_bytes + sum(len(request.body) for request in self._waiting)
+        if self._current is not None:
+            held += len(self._current.body)
+        self._door.held_bytes += held - self._held_bytes
+        self._held_bytes = held
 
     def _hold_back(self) -> None:
         """Reads no further while too much waits, and on when it does not."""
@@ -267,6 +281,8 @@ class Client(asyncio.Protocol):
     def _next(self, *, keep_alive: bool) -> None:
         """A reply is complete: what comes now?"""
         self._current = None
+        if self._held_bytes:
+            self._account()
         transport = self._transport
         if transport is None or transport.is_closing():
             return
@@ -291,6 +307,9 @@ class Client(asyncio.Protocol):
     def _refuse(self, status: int, message: str) -> None:
         """A request that cannot be understood: an answer when those before it have theirs, then the end."""
         self._deaf = True
+        self._parser.forget()
+        if self._held_bytes:
+            self._account()
         if self._closing:
             return  # the last answer has been given already
         if self._current is None and not self._waiting:

@@ -24,6 +24,12 @@ class DoorConfig:
     max_head_bytes: int = setting(65_536, help="longest request head", minimum=1024, maximum=1 << 24)
     max_headers: int = setting(100, help="most headers of a request", minimum=1, maximum=10_000)
     max_body_bytes: int = setting(67_108_864, help="longest request body", minimum=1024, maximum=1 << 32)
+    max_held_bytes: int = setting(
+        4_294_967_296,
+        help="request bodies held at once, of all connections; beyond it those on their way are refused",
+        minimum=1 << 20,
+        maximum=1 << 50,
+    )
     request_timeout_s: float = setting(30.0, help="longest time from a request's first byte to its last", minimum=0.01, maximum=3600.0)
     idle_timeout_s: float = setting(75.0, help="idle connections close after this long", minimum=0.01, maximum=86_400.0)
     idle_upstream: int = setting(256, help="idle connections kept to each engine", minimum=0, maximum=100_000)

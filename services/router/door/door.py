@@ -91,6 +91,7 @@ class Door:
         self.upstreams = Upstreams(router.config.engines.connect_timeout_s, config.idle_upstream)
         self.clients: set[Client] = set()
         self.exchanges: set[Exchange] = set()
+        self.held_bytes = 0
         self.stopping = False
         self._config = config
         self._tokenizer = tokenizer
@@ -100,6 +101,11 @@ class Door:
         self._seed: int | None = None
         self._server: asyncio.Server | None = None
         self._token = router.config.server.auth_token
+
+    @property
+    def is_full(self) -> bool:
+        """True while the bodies of requests, of all connections together, are more than may be held."""
+        return self.held_bytes > self._config.max_held_bytes
 
     # --- for exchanges ------------------------------------------------------------------------------------------------------------
 

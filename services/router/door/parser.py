@@ -96,6 +96,10 @@ class RequestParser:
         """True while a request has begun and not come to its end."""
         return self.head_open or self.in_body
 
+    def forget(self) -> None:
+        """Lets go of what has come of a request that nobody will see."""
+        self._reset()
+
     def feed(self, data: bytes) -> None:
         """Takes bytes.
 
