@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
+import struct
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -113,6 +115,8 @@ async def test_a_client_that_goes_leaves_nothing(door: Front, where: Any, close:
     if close == "half":
         wire.writer.write_eof()
     elif close == "reset":
+        sock: socket.socket = wire.writer.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         wire.writer.transport.abort()
     else:
         wire.writer.close()

@@ -378,18 +378,22 @@ async def test_what_waits_is_bounded(door: Front) -> None:
     await door.check()
 
 
-async def test_a_client_that_reads_nothing_gets_no_more_answers(door: Front) -> None:
+@pytest.mark.parametrize("first", [b"", post(HI)], ids=["pages", "pages behind a turn"])
+async def test_a_client_that_reads_nothing_gets_no_more_answers(door: Front, first: bytes) -> None:
     """Own pages are answered without an engine: what a client does not read holds its next request back."""
     loop = asyncio.get_running_loop()
     with socket.socket() as sock:
         sock.setblocking(False)  # noqa: FBT003 - the standard library's
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         await loop.sock_connect(sock, ("127.0.0.1", door.port))
-        sending = asyncio.create_task(loop.sock_sendall(sock, get("/") * 100_000))
-        await asyncio.sleep(0.5)
-        one = next(iter(door.door.clients))
+        await until(lambda: len(door.door.clients) == 1, DEADLINE_S, "it is there")
+        (one,) = door.door.clients
         assert one._transport is not None
-        assert one._transport.get_write_buffer_size() < 1 << 20
-        assert len(one._waiting) <= client_module.MOST_WAITING
+        one._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        sending = asyncio.create_task(loop.sock_sendall(sock, first + get("/") * 200))
+        await until(lambda: not one._writes, DEADLINE_S, "it is full")
+        await asyncio.sleep(0.3)
+        assert one._transport.get_write_buffer_size() < 200_000
+        assert 0 < len(one._waiting) <= client_module.MOST_WAITING
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)
