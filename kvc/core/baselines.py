@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Literal
 from kvc.core import events as ev
 from kvc.core.blocks import resident_blocks
 from kvc.core.dispatch import Resumed, WaitForRoom
-from kvc.core.types import Attempt, Decision, Executor, GaveUp, Give, Mode, Role
+from kvc.core.prefill import prefill_pool
+from kvc.core.types import Attempt, Decision, Executor, GaveUp, Give, Mode
 
 if TYPE_CHECKING:
     from kvc.core.dispatch import Dispatch
@@ -49,7 +50,7 @@ def baseline(
         if resumed.why != "room":
             return GaveUp(Give.DEADLINE if resumed.why == "deadline" else Give.NO_WORKER, queued_s=queued_s)
     worker = _choose(policy, turn, sigma, [worker for worker in workers if worker.ref not in avoid] or workers)
-    prefill = _prefill(sigma, worker, avoid)
+    prefill = _prefill(turn, sigma, worker, avoid)
     attempt = Attempt(request_id, first_attempt)
     executor = Executor.LOCAL if prefill is None else Executor.PREFILL
     sigma.apply(ev.Assigned(worker.ref))
@@ -86,9 +87,7 @@ def _choose(policy: Baseline, turn: Turn, sigma: Sigma, workers: list[WorkerStat
     return workers[sigma.decode_cursor % len(workers)]
 
 
-def _prefill(sigma: Sigma, decode: WorkerState, avoid: frozenset[WorkerRef]) -> WorkerState | None:
-    pool = sigma.prefill_workers()
-    pool = [worker for worker in pool if worker.ref not in avoid] or pool
-    if not pool or decode.info.role is Role.MONOLITHIC:
-        return None
-    return pool[sigma.prefill_cursor % len(pool)]
+def _prefill(turn: Turn, sigma: Sigma, decode: WorkerState, avoid: frozenset[WorkerRef]) -> WorkerState | None:
+    """The next prefill worker; one that failed this request rather than none, because the baselines never prefill locally when P can."""
+    pool = prefill_pool(turn, sigma, decode, avoid) or prefill_pool(turn, sigma, decode)
+    return pool[sigma.prefill_cursor % len(pool)] if pool else None

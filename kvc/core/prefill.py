@@ -13,17 +13,26 @@ if TYPE_CHECKING:
     from kvc.core.types import Turn, WorkerRef
 
 
+def prefill_pool(turn: Turn, sigma: Sigma, decode: WorkerState, avoid: frozenset[WorkerRef] = frozenset()) -> list[WorkerState]:
+    """Members of P that can prefill a turn for `decode`.
+
+    Empty when |P| = 0, when none of P takes prompts of this length (F10), and when the decode worker takes no KV from others (R25).
+    """
+    if decode.info.role is Role.MONOLITHIC:
+        return []
+    return [p for p in sigma.prefill_workers() if turn.input_tokens <= p.info.max_input_tokens and p.ref not in avoid]
+
+
 def prefill_offer(
     turn: Turn, sigma: Sigma, decode: WorkerState, avoid: frozenset[WorkerRef] = frozenset()
 ) -> tuple[WorkerState | None, PrefillOffer | None]:
     """The prefill worker that would be done first, and its terms (R24); round robin over healthy P when executor is "prefill".
 
     Returns:
-        (None, None) when |P| = 0, none of P takes prompts of this length (F10), or the decode worker takes no KV from others (R25).
+        (None, None) when no prefill worker can do it.
     """
-    able = (worker for worker in sigma.prefill_workers() if turn.input_tokens <= worker.info.max_input_tokens)
-    pool = [worker for worker in able if worker.ref not in avoid]
-    if not pool or decode.info.role is Role.MONOLITHIC:
+    pool = prefill_pool(turn, sigma, decode, avoid)
+    if not pool:
         return None, None
     if sigma.params.executor == "prefill":
         worker = pool[sigma.prefill_cursor % len(pool)]

@@ -74,6 +74,17 @@ def test_a_worker_that_failed_this_request_is_avoided() -> None:
     assert decide("sticky", sigma, "s", 9, everybody).decode in everybody
 
 
+def test_a_prefill_worker_that_takes_no_such_prompt_is_passed_over() -> None:
+    """A baseline's turn has 72 tokens; one that nobody of P takes is prefilled where it is decoded."""
+    sigma = mesh(decode=1, prefill=0)
+    sigma.apply(ev.WorkerJoined(worker("P0", role=Role.PREFILL, max_input_tokens=71)))
+    assert decide("round_robin", sigma, "s", 0).executor is Executor.LOCAL
+    sigma.apply(ev.WorkerJoined(worker("P1", role=Role.PREFILL, max_input_tokens=72)))
+    for number in (1, 2, 3):
+        assert decide("round_robin", sigma, "s", number).prefill == WorkerRef("P1", 1)
+    assert decide("round_robin", sigma, "s", 4, frozenset({WorkerRef("P1", 1)})).prefill == WorkerRef("P1", 1), "rather than none"
+
+
 @pytest.mark.parametrize("role", [Role.DECODE, Role.MONOLITHIC])
 def test_without_prefill_workers_everything_is_local(role: Role) -> None:
     sigma = mesh(decode=0, prefill=0 if role is Role.DECODE else 1)
