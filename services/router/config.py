@@ -14,8 +14,6 @@ from services.router.door.config import DoorConfig
 
 MAX_PORT = 65535
 
-MAX_PORT = 65535
-
 
 @dataclass(frozen=True, slots=True)
 class AgentsConfig:
