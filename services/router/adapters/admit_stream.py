@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import grpc.aio
 
 from kvc import wire
-from kvc.core.dispatch import Admitted, Refused, Unreachable
-from kvc.core.types import Admission, Attempt
-from kvc.errors import KvcError, error_for
+from kvc.core.dispatch import Unreachable
+from kvc.core.types import Attempt
 from kvc.v1 import admission_pb2
+from services.router.adapters.agents import answer_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
     from kvc.core.dispatch import Answer, Ask
     from kvc.v1 import admission_pb2_grpc
@@ -35,12 +35,13 @@ RETRY_CAP_S = 1.0
 class _Question:
     """One question on its way."""
 
-    __slots__ = ("answered", "ask", "timer")
+    __slots__ = ("answered", "ask", "asked_s", "timer")
 
-    def __init__(self, ask: Ask, answered: Callable[[Answer], None]) -> None:
+    def __init__(self, ask: Ask, answered: Callable[[Answer], None], asked_s: float, timer: asyncio.TimerHandle) -> None:
         self.ask = ask
         self.answered = answered
-        self.timer: asyncio.TimerHandle | None = None
+        self.asked_s = asked_s
+        self.timer = timer
 
 
 class AgentStream:
@@ -53,6 +54,7 @@ class AgentStream:
         self._timeout_s = timeout_s
         self._open: dict[Attempt, _Question] = {}
         self._batch: list[admission_pb2.AdmitRequest] = []
+        self._releases: list[admission_pb2.ReleaseRequest] = []
         self._wake = asyncio.Event()
         self.up = False
 
@@ -61,34 +63,36 @@ class AgentStream:
         if not self.up or ask.attempt in self._open:
             self._fallback.ask(ask, answered)
             return
-        question = _Question(ask, answered)
-        question.timer = asyncio.get_running_loop().call_later(self._timeout_s, self._late, ask.attempt)
-        self._open[ask.attempt] = question
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(self._timeout_s, self._late, ask.attempt)
+        self._open[ask.attempt] = _Question(ask, answered, loop.time(), timer)
         deadline_ms = max(1, int(self._timeout_s * 1000))
         self._batch.append(wire.admit_request_to_pb(ask.attempt, ask.worker, ask.turn, ask.offer, deadline_ms=deadline_ms))
-        if len(self._batch) == 1:
-            self._wake.set()
+        self._wake.set()
 
     async def run(self) -> None:
         """Keeps the stream open until it is cancelled."""
         failures = 0
         while True:
-            with contextlib.suppress(grpc.aio.AioRpcError, KvcError):
-                await self._serve()
-                failures = 0
+            opened = False
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                async with contextlib.aclosing(self._responses()) as responses:
+                    async for response in responses:
+                        opened = True
+                        for result in response.results:
+                            self._take(result)
             self._broken()
-            failures += 1
+            failures = 1 if opened else failures + 1
             bound = min(RETRY_CAP_S, RETRY_BASE_S * 2.0 ** min(failures, 8))
             await asyncio.sleep(random.uniform(bound / 2, bound))  # noqa: S311 - spreads reconnects, guards nothing
 
-    async def _serve(self) -> None:
+    async def _responses(self) -> AsyncGenerator[admission_pb2.AdmitStreamResponse, None]:
         call = self._stub.AdmitStream(self._batches())
         try:
             await call.wait_for_connection()
             self.up = True
             async for response in call:
-                for result in response.results:
-                    self._take(result)
+                yield response
         finally:
             self.up = False
             call.cancel()
@@ -98,47 +102,42 @@ class AgentStream:
             await self._wake.wait()
             self._wake.clear()
             batch, self._batch = self._batch, []
-            for start in range(0, len(batch), MAX_BATCH):
-                yield admission_pb2.AdmitStreamRequest(admits=batch[start : start + MAX_BATCH])
+            releases, self._releases = self._releases, []
+            for start in range(0, max(len(batch), len(releases)), MAX_BATCH):
+                part = slice(start, start + MAX_BATCH)
+                yield admission_pb2.AdmitStreamRequest(admits=batch[part], releases=releases[part])
 
     def _take(self, result: admission_pb2.AdmitStreamResult) -> None:
-        attempt = Attempt(result.attempt.request_id, result.attempt.attempt_number)
-        question = self._open.pop(attempt, None)
+        question = self._open.pop(Attempt(result.attempt.request_id, result.attempt.attempt_number), None)
         if question is None:
-            return  # it was late, and has been answered as such
-        if question.timer is not None:
-            question.timer.cancel()
-        question.answered(_answer(question.ask, result))
+            self._give_back(result)
+            return
+        question.timer.cancel()
+        elapsed_s = asyncio.get_running_loop().time() - question.asked_s
+        if result.WhichOneof("result") == "response":
+            question.answered(answer_of(question.ask, result.response, elapsed_s))
+            return
+        error = wire.stream_error_from_pb(result.error)
+        question.answered(Unreachable(error.code, gone=error.code == "UNAVAILABLE", elapsed_s=elapsed_s))
+
+    def _give_back(self, result: admission_pb2.AdmitStreamResult) -> None:
+        """An answer that came after its deadline: the turn has gone elsewhere, and a ticket in it would hold memory until its TTL."""
+        response = result.response
+        if response.WhichOneof("outcome") == "admission":
+            ticket = response.admission.ticket
+            self._releases.append(admission_pb2.ReleaseRequest(attempt=result.attempt, worker=response.worker, ticket=ticket))
+            self._wake.set()
 
     def _late(self, attempt: Attempt) -> None:
-        question = self._open.pop(attempt, None)
-        if question is not None:
-            question.answered(Unreachable("DEADLINE_EXCEEDED", gone=False, elapsed_s=self._timeout_s))
+        question = self._open.pop(attempt)  # answering cancels the timer
+        question.answered(Unreachable("DEADLINE_EXCEEDED", gone=False, elapsed_s=self._timeout_s))
 
     def _broken(self) -> None:
         """Questions that are under way are asked again, by unary Admit: the same attempt gets the same answer."""
-        self.up = False
-        questions, self._open, self._batch = list(self._open.values()), {}, []
+        questions, self._open, self._batch, self._releases = list(self._open.values()), {}, [], []
         for question in questions:
-            if question.timer is not None:
-                question.timer.cancel()
+            question.timer.cancel()
             self._fallback.ask(question.ask, question.answered)
-
-
-def _answer(ask: Ask, result: admission_pb2.AdmitStreamResult) -> Answer:
-    try:
-        if result.WhichOneof("result") == "error":
-            raise wire.stream_error_from_pb(result.error)
-        response = result.response
-        outcome = wire.outcome_from_pb(response)
-        facts = wire.facts_from_pb(response.facts)
-        if wire.ref_from_pb(response.worker) != ask.worker and isinstance(outcome, Admission):
-            raise error_for("FAILED_PRECONDITION", "another life of the worker answered")
-    except KvcError as error:
-        return Unreachable(error.code, gone=error.code == "UNAVAILABLE")
-    if isinstance(outcome, Admission):
-        return Admitted(outcome, facts)
-    return Refused(outcome, facts)
 
 
 class StreamAdmission:
@@ -156,6 +155,11 @@ class StreamAdmission:
         target = self._agents.target_of(ask.worker.worker_id)
         stream = self._streams.get(target) if target is not None else None
         (stream if stream is not None else self._fallback).ask(ask, answered)
+
+    def is_up(self, target: str) -> bool:
+        """True while the agent is asked on its stream."""
+        stream = self._streams.get(target)
+        return stream is not None and stream.up
 
     async def run(self, targets: tuple[str, ...]) -> None:
         """Keeps streams to all agents open until it is cancelled."""

@@ -126,19 +126,9 @@ class GrpcAdmission:
         request = wire.admit_request_to_pb(ask.attempt, ask.worker, ask.turn, ask.offer, deadline_ms=max(1, int(timeout_s * 1000)))
         try:
             response = await self._answer(stub, request, timeout_s)
-            outcome = wire.outcome_from_pb(response)
-            facts = wire.facts_from_pb(response.facts) if response.HasField("facts") else None
-            answered = wire.ref_from_pb(response.worker)
         except grpc.aio.AioRpcError as error:
             return Unreachable(error.code().name, error.code() is grpc.StatusCode.UNAVAILABLE, self._clock.now_s() - start_s)
-        except KvcError as error:
-            return Unreachable(error.code, gone=False, elapsed_s=self._clock.now_s() - start_s)
-        elapsed_s = self._clock.now_s() - start_s
-        if isinstance(outcome, Admission):
-            if answered != ask.worker or facts is None:  # a ticket of another worker or life (F60): useless here, and void there soon
-                return Unreachable("STALE_EPOCH", gone=False, elapsed_s=elapsed_s)
-            return Admitted(outcome, facts, elapsed_s)
-        return Refused(outcome, facts, elapsed_s)
+        return answer_of(ask, response, self._clock.now_s() - start_s)
 
     async def _answer(
         self, stub: admission_pb2_grpc.AdmissionServiceAsyncStub, request: admission_pb2.AdmitRequest, timeout_s: float
@@ -172,6 +162,21 @@ class GrpcAdmission:
             await stub.Release(request, timeout=RELEASE_TIMEOUT_S)
         except grpc.aio.AioRpcError:
             return  # the ticket expires by itself (R8)
+
+
+def answer_of(ask: Ask, response: admission_pb2.AdmitResponse, elapsed_s: float) -> Admitted | Refused | Unreachable:
+    """What an agent's response says to the question, whichever way it came; one that cannot be used is an Unreachable."""
+    try:
+        outcome = wire.outcome_from_pb(response)
+        facts = wire.facts_from_pb(response.facts) if response.HasField("facts") else None
+        answered = wire.ref_from_pb(response.worker)
+    except KvcError as error:
+        return Unreachable(error.code, gone=False, elapsed_s=elapsed_s)
+    if not isinstance(outcome, Admission):
+        return Refused(outcome, facts, elapsed_s)
+    if answered != ask.worker or facts is None:  # a ticket of another worker or life (F60): useless here, and void there soon
+        return Unreachable("STALE_EPOCH", gone=False, elapsed_s=elapsed_s)
+    return Admitted(outcome, facts, elapsed_s)
 
 
 async def _result(call: grpc.aio.UnaryUnaryCall[admission_pb2.AdmitRequest, admission_pb2.AdmitResponse]) -> admission_pb2.AdmitResponse:
