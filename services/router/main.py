@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from kvc.runtime.config import Loaded
     from services.router.door.admission import Asking
-    from services.router.ports import AdmissionPort, EnginePort, Observer
+    from services.router.ports import EnginePort, Observer
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +117,9 @@ async def running_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
         def problems() -> dict[str, str]:
             return {follower.worker_id: follower.why_not for follower in followers if follower.worker_id and follower.why_not}
 
+        def not_ready() -> str | None:
+            return running.not_ready() if running is not None else "starting"
+
         servicer = RouterServicer(router, clock, problems)
         running: RunningRouter | None = None
         server = await Server.start(
@@ -125,18 +128,12 @@ async def running_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
             [SERVICE],
             telemetry,
             registry,
-            lambda: running.not_ready() if running is not None else "starting",
+            not_ready,
         )
-        asking = _asking(config, agents, admission, router)
-        door = Door(
-            config.http,
-            router,
-            asking,
-            ReferenceTokenizer(),
-            DoorObserver(metrics, clock.now_s()),
-            registry,
-            lambda: running.not_ready() if running else "starting",
-        )
+        unary = TaskAdmission(admission, config.agents.admit_timeout_s)
+        stack.callback(unary.close)
+        asking = _asking(config, agents, unary, router)
+        door = Door(config.http, router, asking, ReferenceTokenizer(), DoorObserver(metrics, clock.now_s()), registry, not_ready)
         try:
             tls = tls_context(config.server.tls_cert, config.server.tls_key, config.server.tls_client_ca)
             http_port = await door.start(config.http.host, config.http.port, tls)
@@ -163,11 +160,10 @@ async def running_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
                     task.cancel()
 
 
-def _asking(config: RouterConfig, agents: Agents, admission: AdmissionPort, router: Router) -> Asking:
+def _asking(config: RouterConfig, agents: Agents, unary: TaskAdmission, router: Router) -> Asking:
     """How the front door asks for admission."""
     if config.http.admission == "off":
         return LocalAdmission(router.sigma)
-    unary = TaskAdmission(admission, config.agents.admit_timeout_s)
     return unary if config.http.admission == "unary" else StreamAdmission(agents, unary, config.agents.admit_timeout_s)
 
 

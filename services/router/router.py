@@ -35,7 +35,9 @@ from services.router.waiting import RoomQueue, SessionGate
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
+    from collections.abc import Set as AbstractSet
 
+    from kvc.core.blocks import Chain
     from kvc.core.dispatch import Answer, Dispatch, Effect
     from kvc.core.types import Turn
     from kvc.runtime.clock import Clock
@@ -154,12 +156,15 @@ class Router:
             left_s = max(0.0, left_s - resumed.waited_s)
 
     def _arrive(self, request: Request) -> Turn:
-        sigma = self.sigma
-        self.touch(request.session_id)
+        chain = self.chains.chain(request.session_id, request.tokens, self.sigma.forest.chain(request.session_id))
+        return self.arrive(request.session_id, chain, request.input_tokens, request.max_new_tokens)
+
+    def arrive(self, session_id: str, chain: Chain, input_tokens: int, output_reserve_tokens: int) -> Turn:
+        """A session's next prompt: Σ learns its chain, and the turn to decide on is made."""
+        self.touch(session_id)
         self.forget_idle(at_most=2)
-        chain = self.chains.chain(request.session_id, request.tokens, sigma.forest.chain(request.session_id))
-        sigma.apply(ev.TurnArrived(request.session_id, chain, request.input_tokens))
-        return sigma.turn(request.session_id, chain, request.input_tokens, request.max_new_tokens)
+        self.sigma.apply(ev.TurnArrived(session_id, chain, input_tokens))
+        return self.sigma.turn(session_id, chain, input_tokens, output_reserve_tokens)
 
     def touch(self, session_id: str) -> None:
         """The session is in use."""
@@ -210,12 +215,7 @@ class Router:
     async def _decide(self, run: _Run, turn: Turn) -> Decision:
         """Drives the dispatch generator to its end."""
         start_s = self.clock.now_s()
-        name, first, avoid = run.request.request_id, run.next_attempt, frozenset(run.avoid)
-        if self.config.policy == "kvc":
-            steps = dispatch(turn, self.sigma, name, first_attempt=first, avoid=avoid)
-        else:
-            steps = baseline(self.config.policy, turn, self.sigma, name, first_attempt=first, avoid=avoid)
-        outcome = await self._drive(steps, run)
+        outcome = await self._drive(self.steps(turn, run.request.request_id, run.next_attempt, run.avoid), run)
         if isinstance(outcome, Decision):
             run.decision = outcome
             run.next_attempt = outcome.attempt.attempt_number + 1
@@ -224,6 +224,13 @@ class Router:
             raise gave_up(outcome, turn, len(self.room))
         self.room.notify()
         return outcome
+
+    def steps(self, turn: Turn, request_id: str, first_attempt: int, avoid: AbstractSet[WorkerRef]) -> Dispatch:
+        """The dispatch generator of the policy in force; whoever drives it performs what it yields."""
+        policy = self.config.policy
+        if policy == "kvc":
+            return dispatch(turn, self.sigma, request_id, first_attempt=first_attempt, avoid=frozenset(avoid))
+        return baseline(policy, turn, self.sigma, request_id, first_attempt=first_attempt, avoid=frozenset(avoid))
 
     async def _drive(self, steps: Dispatch, run: _Run) -> Decision | GaveUp:
         try:

@@ -249,7 +249,7 @@ async def test_a_fault_of_ours_is_one_clients_problem(door: Front, at: str, monk
 
     with monkeypatch.context() as broken:
         if at == "arrive":
-            broken.setattr(door.door, "arrive", fails)
+            broken.setattr(door.door.router, "arrive", fails)
         elif at == "observer":
             broken.setattr(door.observer, "decided", fails)
         else:

@@ -64,6 +64,20 @@ def promised(size: int) -> bytes:
     return b"POST /v1/completions HTTP/1.1\r\nHost: door\r\nContent-Length: %d\r\n\r\n" % size
 
 
+async def test_a_prompt_that_is_too_long_is_413() -> None:
+    """`requests.max_prompt_tokens` holds whichever way a prompt comes; one token is a byte here, and no worker is asked."""
+    async with front(requests={"max_prompt_tokens": 100}) as door:
+        await door.worker()
+        for prompt, status in (("x" * 100, 200), ("x" * 101, 413)):
+            wire = await door.client()
+            await wire.send(post(HI | {"prompt": prompt}, "/v1/completions"))
+            answer = await wire.response()
+            assert answer.status == status
+        assert answer.kind == "TOO_LARGE"
+        assert len(door.engines["d0"].requests) == 1
+        assert not door.door.exchanges
+
+
 async def test_a_body_that_is_too_long_is_413() -> None:
     async with front(http={"max_body_bytes": 4096}) as door:
         await door.worker()
@@ -324,7 +338,7 @@ async def test_requests_come_in_while_a_reply_goes_out(door: Front) -> None:
     wire = await door.client()
     await wire.send(post(HI))
     await wire.head()
-    long = post(HI | {"messages": [{"role": "user", "content": "x" * 5_000_000}]})
+    long = post(HI | {"user": "x" * 5_000_000})
     sending = asyncio.create_task(wire.send(long + get()))
     assert await wire.reader.readexactly(len(chunk(b"1"))) == chunk(b"1")
     await asyncio.sleep(0.1)

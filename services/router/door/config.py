@@ -17,7 +17,6 @@ class DoorConfig:
     admission: Literal["stream", "unary", "off"] = setting(
         "stream", help="how workers are asked; off: the router's own copy of their numbers decides"
     )
-    tokenizer: Literal["reference"] = setting("reference", help="tokenizer of chat prompts")
     default_output_tokens: int = setting(1024, help="reserved for a reply whose request sets no limit", minimum=1, maximum=1_048_576)
     max_requests: int = setting(8192, help="requests in flight", minimum=1, maximum=1_000_000)
     max_conversations: int = setting(100_000, help="conversations remembered", minimum=1, maximum=100_000_000)

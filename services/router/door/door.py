@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from prometheus_client.exposition import choose_encoder
 
-from kvc.core import events as ev
-from kvc.errors import Exhausted, Internal, KvcError, NotFound, Unauthenticated, Unavailable
+from kvc.errors import Exhausted, Internal, KvcError, NotFound, TooLarge, Unauthenticated, Unavailable
 from kvc.runtime.config import ConfigError
 from kvc.runtime.logs import event
 from services.router.door.client import Client
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 
     from prometheus_client import CollectorRegistry
 
-    from kvc.core.blocks import Chain
-    from kvc.core.types import Turn
     from services.router.door.admission import Asking
     from services.router.door.config import DoorConfig
     from services.router.door.conversations import MessageTokenizer
@@ -84,7 +81,6 @@ class Door:
         self.gate = router.gate
         self.janitor = router.janitor
         self.clock = router.clock
-        self.policy = router.config.policy
         self.retries = router.config.engines.retries
         self.timeout_s = router.config.requests.timeout_s
         self.default_output_tokens = config.default_output_tokens
@@ -136,11 +132,15 @@ class Door:
             self._seed = seed
         return self._conversations
 
-    def arrive(self, session_id: str, chain: Chain, input_tokens: int, reserve_tokens: int) -> Turn:
-        """A turn begins: Σ learns its chain."""
-        self.router.touch(session_id)
-        self.sigma.apply(ev.TurnArrived(session_id, chain, input_tokens))
-        return self.sigma.turn(session_id, chain, input_tokens, reserve_tokens)
+    def check_length(self, input_tokens: int) -> None:
+        """Refuses a prompt that is too long.
+
+        Raises:
+            TooLarge: more than `requests.max_prompt_tokens`.
+        """
+        most = self.router.config.requests.max_prompt_tokens
+        if input_tokens > most:
+            raise TooLarge(f"{input_tokens} tokens are more than the {most} that are taken", field="prompt")
 
     def fault(self, error: BaseException) -> KvcError:
         """Logs a fault of this program under an incident id, which is all the client is told."""

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvc.core import events as ev
-from kvc.core.baselines import baseline
-from kvc.core.dispatch import Admitted, Ask, Pause, Resumed, WaitForRoom, dispatch
+from kvc.core.dispatch import Admitted, Ask, Pause, Resumed, WaitForRoom
 from kvc.core.types import Decision, GaveUp
 from kvc.errors import DeadlineExceeded, KvcError, Unavailable
 from services.router.door.halves import CONFLICT, DecodeHalf, PrefillHalf
@@ -101,6 +100,7 @@ class Exchange:
             self._reserve = output_tokens_of(self.request, payload, door.default_output_tokens)
             prompt = prompt_of(self.request, payload, door.conversations(), door.gate.sessions())
             payload.name_session(prompt.session_id)
+            door.check_length(prompt.input_tokens)
         except KvcError as error:
             self._client.respond_error(error)
             return
@@ -118,15 +118,11 @@ class Exchange:
     def _entered(self, chain: Chain) -> None:
         """The session is ours until the end."""
         self._inside = True
-        self._turn: Turn = self._door.arrive(self.session_id, chain, self.input_tokens, self._reserve)
+        self._turn: Turn = self._door.router.arrive(self.session_id, chain, self.input_tokens, self._reserve)
         self._decide()
 
     def _decide(self) -> None:
-        door, avoid = self._door, frozenset(self._avoid)
-        if door.policy == "kvc":
-            self._steps = dispatch(self._turn, door.sigma, self.request_id, first_attempt=self._attempt, avoid=avoid)
-        else:
-            self._steps = baseline(door.policy, self._turn, door.sigma, self.request_id, first_attempt=self._attempt, avoid=avoid)
+        self._steps = self._door.router.steps(self._turn, self.request_id, self._attempt, self._avoid)
         self._advance(None)
 
     def _advance(self, answer: Answer | None) -> None:

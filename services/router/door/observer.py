@@ -54,7 +54,7 @@ class DoorObserver:
         workers = sorted(door.sigma.workers.values(), key=lambda worker: (worker.info.role is not Role.PREFILL, worker.ref.worker_id))
         return {
             "model": next((worker.info.model for worker in workers), ""),
-            "policy": door.policy,
+            "policy": door.router.config.policy,
             "uptime_s": round(door.clock.now_s() - self._started_s, 1),
             "workers": [_worker(worker) for worker in workers],
             "in_flight": len(door.exchanges),
