@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import xxhash
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Container, Sequence
 
 TOKEN_BYTES = 4
 HASH_BYTES = 8
@@ -108,8 +108,8 @@ def hash_chain(tokens: bytes, block_tokens: int, seed: int) -> array[int]:
     return chain
 
 
-def common_blocks(one: array[int], other: array[int]) -> int:
-    """Length of the common prefix of two chains, by bisection."""
+def common_blocks(one: Sequence[object], other: Sequence[object]) -> int:
+    """Length of the common prefix of two chains, by bisection: whatever names the whole prefix up to it, as block hashes do."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high) // 2

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 import xxhash
 
-from kvc.core.blocks import TOKEN_BYTES, extend_blocks, extend_chain
+from kvc.core.blocks import TOKEN_BYTES, common_blocks, extend_blocks, extend_chain
 from kvc.errors import InvalidField
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class Conversations:
             known = self._continued(keys, busy)
         if known is None:
             known = Conversation(session_id or uuid.uuid4().hex, group, preamble)
-        kept = _common(known.keys, keys)
+        kept = common_blocks(known.keys, keys)
         tokens = self._tokens(raws, runs, kept)  # may fail: before anything changes
         self.forget(known.session_id)
         self._cut(known, raws, kept)
@@ -302,18 +302,6 @@ def _split(messages: bytes) -> list[msgspec.Raw]:
 
 def _root(preamble: bytes, group: bytes) -> bytes:
     return _digest(preamble + b"\0" + group)
-
-
-def _common(one: list[bytes], other: list[bytes]) -> int:
-    """Length of the common prefix of two lists of chained keys, by bisection."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high) // 2
-        if one[middle] == other[middle]:
-            low = middle + 1
-        else:
-            high = middle
-    return low
 
 
 def _block_key(block: int, preamble: bytes, group: bytes) -> bytes:
