@@ -35,12 +35,11 @@ def prefill_offer(
     if not pool:
         return None, None
     if sigma.params.executor == "prefill":
-        worker = pool[sigma.prefill_cursor % len(pool)]
-    else:
-        worker = min(pool, key=lambda p: p.prefill_backlog_s + (turn.input_tokens - matched_tokens(turn, p)) / p.info.prefill_tokens_per_s)
+        pool = [pool[sigma.prefill_cursor % len(pool)]]
+    found = ((p, matched_tokens(turn, p)) for p in pool)
+    worker, matched = min(found, key=lambda one: one[0].prefill_backlog_s + (turn.input_tokens - one[1]) / one[0].info.prefill_tokens_per_s)
     speed = min(worker.info.transfer_tokens_per_s, decode.info.transfer_tokens_per_s)
-    offer = PrefillOffer(worker.prefill_backlog_s, worker.info.prefill_tokens_per_s, speed, matched_tokens(turn, worker))
-    return worker, offer
+    return worker, PrefillOffer(worker.prefill_backlog_s, worker.info.prefill_tokens_per_s, speed, matched)
 
 
 def matched_tokens(turn: Turn, worker: WorkerState) -> int:
