@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
 from kvc.core.blocks import chain_seed
+from kvc.core.types import WorkerRef
 from kvc.engine import kvvalue
 from kvc.engine.reference.admission import TICKET_PREFIX, AdmissionDesk
 from kvc.engine.reference.bootstrap import BootstrapServer
@@ -48,14 +48,6 @@ class Observer(NamedTuple):
     delta: Callable[[link.Delta], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Which life of which worker this is."""
-
-    worker_id: str
-    epoch: int
-
-
 class Engine:
     """One worker. Single-threaded: everything runs on one event loop."""
 
@@ -69,7 +61,7 @@ class Engine:
         """
         self.config = config
         params = params or config.params
-        self.identity = Identity(config.worker_id, time.time_ns())
+        self.identity = WorkerRef(config.worker_id, time.time_ns())
         self.wall = wall or SystemClock()
         self.salt = kvvalue.salt(config.model)
         self.hash_seed = chain_seed(config.model)
