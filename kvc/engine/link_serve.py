@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from kvc.engine import link
-from kvc.engine.link_io import CallFailed, FrameMalformed, FrameTooLarge, FrameTruncated, LinkClosed, LinkError, encode, read_frame
+from kvc.engine.convert import error_to_link
+from kvc.engine.link_io import FrameMalformed, FrameTooLarge, FrameTruncated, LinkClosed, LinkError, encode, read_frame
+from kvc.errors import AlreadyExists, Internal, InvalidField, KvcError, Precondition
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,7 +34,7 @@ class LinkHandler(Protocol):
     """What a server needs of an engine."""
 
     async def handle(self, body: link.RequestBody) -> link.ReplyBody:
-        """Answers one request other than Subscribe; raises CallFailed for a typed failure."""
+        """Answers one request other than Subscribe; a KvcError becomes `Failed`."""
         ...
 
     def snapshot(self) -> Iterable[link.Snapshot]:
@@ -134,7 +136,7 @@ class LinkServer:
             pass
         except (FrameTruncated, FrameTooLarge, FrameMalformed) as error:
             _logger.warning("link client dropped: %s", error)
-            peer.send(encode(link.Reply(0, link.Failed("INVALID_ARGUMENT", str(error)))))
+            peer.send(encode(link.Reply(0, error_to_link(InvalidField(str(error))))))
         except OSError as error:
             _logger.info("link client lost: %s", error)
         finally:
@@ -148,15 +150,15 @@ class LinkServer:
             call = _call_number(frame)
             if call is None:
                 raise FrameMalformed(f"malformed frame: {error}") from error
-            peer.send(encode(link.Reply(call, link.Failed("INVALID_ARGUMENT", str(error), _field_of(str(error))))))
+            peer.send(encode(link.Reply(call, error_to_link(InvalidField(str(error), field=_field_of(str(error)))))))
             return
         try:
             reply = await self._reply(peer, request.body)
-        except CallFailed as error:
-            reply = link.Failed(error.code, str(error), error.field)
+        except KvcError as error:
+            reply = error_to_link(error)
         except Exception:
             _logger.exception("link call %s failed", type(request.body).__name__)
-            reply = link.Failed("INTERNAL", f"{type(request.body).__name__} failed inside the engine")
+            reply = error_to_link(Internal(f"{type(request.body).__name__} failed inside the engine"))
         peer.send(encode(link.Reply(request.call, reply)))
         if isinstance(reply, link.Subscribed):
             for part in self._handler.snapshot():
@@ -166,13 +168,13 @@ class LinkServer:
     async def _reply(self, peer: _Peer, body: link.RequestBody) -> link.ReplyBody:
         if isinstance(body, link.Hello):
             if body.version != link.LINK_VERSION:
-                raise CallFailed("FAILED_PRECONDITION", f"link version {body.version}, this engine speaks {link.LINK_VERSION}", "version")
+                raise Precondition(f"link version {body.version}, this engine speaks {link.LINK_VERSION}", field="version")
             peer.greeted = True
         elif not peer.greeted:
-            raise CallFailed("FAILED_PRECONDITION", "the first message of a connection is Hello")
+            raise Precondition("the first message of a connection is Hello")
         if isinstance(body, link.Subscribe):
             if peer.subscribed:
-                raise CallFailed("ALREADY_EXISTS", "this connection has subscribed")
+                raise AlreadyExists("this connection has subscribed")
             return link.Subscribed()
         return await self._handler.handle(body)
 

@@ -26,6 +26,7 @@ from kvc.engine.link_io import (
     read_frame,
 )
 from kvc.engine.link_serve import LinkServer
+from kvc.errors import InvalidField
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
@@ -50,7 +51,7 @@ class Handler:
             case link.Release(ticket):
                 return link.Released(ticket == "open")
             case link.Drain():
-                raise CallFailed("INVALID_ARGUMENT", "no", "draining")
+                raise InvalidField("no", field="draining")
             case _:
                 raise RuntimeError("a fault")
 

@@ -7,30 +7,26 @@ decision, so the books in pages never exceed what was decided in tokens.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvc.core.admit import admit
-from kvc.core.blocks import unpack_hashes
-from kvc.core.types import Admission, Executor, Facts, PrefillOffer, Reason, Rejection, Turn
-from kvc.engine import link
-from kvc.engine.link_io import CallFailed
+from kvc.core.types import Admission, Executor, Facts, Reason, Rejection
+from kvc.engine.convert import admit_from_link, outcome_to_link
 from kvc.engine.reference.faults import TicketError
 from kvc.engine.reference.lease import Lease
 
 if TYPE_CHECKING:
     from kvc.core.params import Params
-    from kvc.core.types import Outcome
+    from kvc.core.types import Attempt, Outcome, PrefillOffer, Turn
+    from kvc.engine import link
     from kvc.engine.reference.node import Node
     from kvc.engine.reference.residency import Residency
     from kvc.engine.reference.scheduler import Scheduler
     from kvc.runtime.clock import Clock
 
 TICKET_PREFIX = "kvc-"
-MAX_ID_BYTES = 256
-MAX_TOKENS = 2**31 - 1
 ANSWERS_KEPT = 16_384
 ANSWER_LIFE_S = 60.0
 
@@ -41,8 +37,7 @@ class Ticket:
 
     Attributes:
         rid: the ticket id, which is the rid the request must carry.
-        request_id: the request it was given to.
-        attempt_number: which try of it.
+        attempt: the try of the request it was given to.
         session_id: whose turn it is.
         lease: the locked prefix and the reserved rest.
         expires_s: wall time at which it ends by itself.
@@ -51,8 +46,7 @@ class Ticket:
     """
 
     rid: str
-    request_id: str
-    attempt_number: int
+    attempt: Attempt
     session_id: str
     lease: Lease
     expires_s: float
@@ -84,24 +78,23 @@ class AdmissionDesk:
         self._max_input_tokens = max_input_tokens
         self._last_ticket = 0
         self._used: OrderedDict[str, None] = OrderedDict()
-        self._answers: OrderedDict[tuple[str, int], tuple[float, link.Admitted | link.Refused]] = OrderedDict()
+        self._answers: OrderedDict[Attempt, tuple[float, link.Admitted | link.Refused]] = OrderedDict()
         self._latest: dict[str, str] = {}
 
     def admit(self, body: link.Admit) -> link.Admitted | link.Refused:
-        """Answers one Admit; the same (request_id, attempt_number) gets the same answer.
+        """Answers one Admit; the same attempt gets the same answer.
 
         Raises:
-            CallFailed: a field is malformed, or this engine keeps no sessions.
+            InvalidField: a field is out of its range.
         """
-        turn, offer = _parse(body)
+        attempt, turn, offer = admit_from_link(body, self._residency.block_tokens)
         self.expire()
-        key = (body.request_id, body.attempt_number)
-        known = self._answers.get(key)
+        known = self._answers.get(attempt)
         if known is not None:
             return known[1]
-        self._supersede(body)
-        answer = self._decide(body, turn, offer)
-        self._answers[key] = (self._wall.now_s() + ANSWER_LIFE_S, answer)
+        self._supersede(attempt)
+        answer = outcome_to_link(*self._decide(attempt, turn, offer))
+        self._answers[attempt] = (self._wall.now_s() + ANSWER_LIFE_S, answer)
         while len(self._answers) > ANSWERS_KEPT:
             self._answers.popitem(last=False)
         return answer
@@ -121,7 +114,7 @@ class AdmissionDesk:
                 raise TicketError("another request arrived with this ticket", field="rid", reason="TICKET_USED")
             raise TicketError("the ticket is unknown or expired", field="rid", reason="TICKET_EXPIRED")
         del self.tickets[rid]
-        self._latest.pop(ticket.request_id, None)
+        self._latest.pop(ticket.attempt.request_id, None)
         self._used[rid] = None
         while len(self._used) > ANSWERS_KEPT:
             self._used.popitem(last=False)
@@ -168,17 +161,20 @@ class AdmissionDesk:
             max_input_tokens=self._max_input_tokens,
         )
 
-    def _decide(self, body: link.Admit, turn: Turn, offer: PrefillOffer | None) -> link.Admitted | link.Refused:
+    def _decide(self, attempt: Attempt, turn: Turn, offer: PrefillOffer | None) -> tuple[Outcome, Facts]:
         page = self._scheduler.pool.tree.page_tokens
         total_pages = -(-(turn.input_tokens + turn.output_reserve_tokens) // page)
         node, pages = self._residency.match(turn.chain, turn.input_tokens - 1)
         facts = self._facts_about(turn, node, pages)
         whole = replace(turn, output_reserve_tokens=total_pages * page - turn.input_tokens)
         outcome = admit(facts, whole, self._params, offer)
-        if isinstance(outcome, Admission) and not self._can_take(total_pages - facts.matched_held_tokens // page):
+        if isinstance(outcome, Rejection):
+            return outcome, facts
+        if not self._can_take(total_pages - facts.matched_held_tokens // page):
             reason = Reason.NO_D_CAPACITY if pages else Reason.SESSION_NOT_RESIDENT_NO_CAPACITY
-            outcome = Rejection(reason, self._params.retry_after_s)
-        return self._answer(body, outcome, facts, node, pages, total_pages)
+            return Rejection(reason, self._params.retry_after_s), facts
+        lease = Lease(self._scheduler.pool, node, pages, total_pages, reserved=True)
+        return self._with_ticket(outcome, attempt, turn.session_id, lease), facts
 
     def _can_take(self, need_pages: int) -> bool:
         """What the decision does not know: slots, and that the paper's capacity rule promises no room for output."""
@@ -196,90 +192,31 @@ class AdmissionDesk:
             session_busy=sessions.owner(turn.session_id) is not None,
         )
 
-    def _answer(
-        self, body: link.Admit, outcome: Outcome, facts: Facts, node: Node, pages: int, total_pages: int
-    ) -> link.Admitted | link.Refused:
-        if isinstance(outcome, Rejection):
-            return link.Refused(outcome.reason.value, outcome.retry_after_s, outcome.terminal, link_facts(facts))
+    def _with_ticket(self, admission: Admission, attempt: Attempt, session_id: str, lease: Lease) -> Admission:
+        """Opens the ticket of an admission."""
         self._last_ticket += 1
         rid = f"{self._prefix}{self._last_ticket}"
         self.tickets[rid] = Ticket(
             rid=rid,
-            request_id=body.request_id,
-            attempt_number=body.attempt_number,
-            session_id=body.session_id,
-            lease=Lease(self._scheduler.pool, node, pages, total_pages, reserved=True),
+            attempt=attempt,
+            session_id=session_id,
+            lease=lease,
             expires_s=self._wall.now_s() + self._params.ticket_ttl_s,
-            transfer=outcome.executor is Executor.PREFILL,
-            append_tokens=outcome.append_tokens,
+            transfer=admission.executor is Executor.PREFILL,
+            append_tokens=admission.append_tokens,
         )
-        self._latest[body.request_id] = rid
-        self._scheduler.sessions.claim(body.session_id, rid)
-        return link.Admitted(
-            mode=outcome.mode.value,
-            executor=outcome.executor.value,
-            ticket=rid,
-            ttl_s=self._params.ticket_ttl_s,
-            append_tokens=outcome.append_tokens,
-            need_tokens=outcome.need_tokens,
-            facts=link_facts(facts),
-        )
+        self._latest[attempt.request_id] = rid
+        self._scheduler.sessions.claim(session_id, rid)
+        return replace(admission, ticket=rid, ttl_s=self._params.ticket_ttl_s)
 
-    def _supersede(self, body: link.Admit) -> None:
+    def _supersede(self, attempt: Attempt) -> None:
         """A later try of the same request voids the ticket of an earlier one, whose answer got lost."""
-        rid = self._latest.get(body.request_id)
-        if rid is not None and self.tickets[rid].attempt_number < body.attempt_number:
+        rid = self._latest.get(attempt.request_id)
+        if rid is not None and self.tickets[rid].attempt.attempt_number < attempt.attempt_number:
             self.release(rid)
 
     def _end(self, ticket: Ticket) -> None:
         ticket.lease.give_back()
-        self._latest.pop(ticket.request_id, None)
+        self._latest.pop(ticket.attempt.request_id, None)
         self._scheduler.sessions.release(ticket.session_id, ticket.rid)
         self._scheduler.start_waiting()
-
-
-def link_facts(facts: Facts) -> link.LinkFacts:
-    """The part of the facts that travels."""
-    return link.LinkFacts(**{name: getattr(facts, name) for name in link.LinkFacts.__struct_fields__})
-
-
-def _parse(body: link.Admit) -> tuple[Turn, PrefillOffer | None]:
-    """The core's values of an Admit.
-
-    Raises:
-        CallFailed: a field is out of range; names it.
-    """
-    for name in ("request_id", "session_id"):
-        _require(0 < len(getattr(body, name).encode(errors="replace")) <= MAX_ID_BYTES, name, f"1 to {MAX_ID_BYTES} bytes")
-    for name in ("attempt_number", "turn_index", "output_reserve_tokens", "new_tokens"):
-        _require(0 <= getattr(body, name) <= MAX_TOKENS, name, f"0 to {MAX_TOKENS}")
-    _require(0 < body.input_tokens <= MAX_TOKENS, "input_tokens", f"1 to {MAX_TOKENS}")
-    try:
-        chain = unpack_hashes(body.block_hashes)
-    except ValueError as error:
-        raise CallFailed("INVALID_ARGUMENT", str(error), "block_hashes") from error
-    _require(len(chain) <= body.input_tokens, "block_hashes", "at most one a token")
-    turn = Turn(
-        session_id=body.session_id,
-        turn_index=body.turn_index,
-        chain=chain,
-        input_tokens=body.input_tokens,
-        output_reserve_tokens=body.output_reserve_tokens,
-        known_session=body.known_session,
-        new_tokens=body.new_tokens,
-    )
-    return turn, None if body.offer is None else _parse_offer(body.offer)
-
-
-def _parse_offer(offer: link.Offer) -> PrefillOffer:
-    _require(math.isfinite(offer.backlog_s) and offer.backlog_s >= 0, "offer.backlog_s", "finite and at least 0")
-    for name in ("prefill_tokens_per_s", "transfer_tokens_per_s"):
-        value = getattr(offer, name)
-        _require(math.isfinite(value) and value > 0, f"offer.{name}", "finite and above 0")
-    _require(0 <= offer.matched_tokens <= MAX_TOKENS, "offer.matched_tokens", f"0 to {MAX_TOKENS}")
-    return PrefillOffer(offer.backlog_s, offer.prefill_tokens_per_s, offer.transfer_tokens_per_s, offer.matched_tokens)
-
-
-def _require(condition: bool, field: str, what: str) -> None:  # noqa: FBT001 - an assertion
-    if not condition:
-        raise CallFailed("INVALID_ARGUMENT", f"{field}: must be {what}", field)

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 from opentelemetry.trace import SpanKind
 
+from kvc import checks
+from kvc.core.types import WorkerInfo
 from kvc.engine import link
-from kvc.engine.link_io import CallFailed
-from kvc.engine.reference.admission import link_facts
+from kvc.engine.convert import facts_to_link, info_to_welcome
+from kvc.errors import Precondition
 from kvc.runtime.telemetry import context_from
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ class LinkDesk:
         """Answers one call, between two scheduler steps.
 
         Raises:
-            CallFailed: the call cannot be answered; names the field at fault.
+            KvcError: the call cannot be answered; names the field at fault.
         """
         try:
             return self._handle(body)
@@ -63,11 +65,11 @@ class LinkDesk:
                 desk.draining = draining
                 return link.Drained(len(self._engine.inflight) + len(desk.tickets))
             case _:
-                raise CallFailed("UNIMPLEMENTED", f"{type(body).__name__} is not served")
+                raise Precondition(f"{type(body).__name__} is not served")
 
     def _admit(self, body: link.Admit) -> link.ReplyBody:
         if not self._engine.config.worker_role.keeps_sessions:
-            raise CallFailed("FAILED_PRECONDITION", "a prefill engine keeps no sessions")
+            raise Precondition("a prefill engine keeps no sessions")
         with self._span(body.traceparent) as attributes:
             answer = self._engine.desk.admit(body)
             attributes["kvc.session_id"] = body.session_id
@@ -76,30 +78,29 @@ class LinkDesk:
 
     def _welcome(self) -> link.Welcome:
         engine, config = self._engine, self._engine.config
-        return link.Welcome(
-            version=link.LINK_VERSION,
-            worker_id=engine.identity.worker_id,
-            epoch=engine.identity.epoch,
-            role=config.role,
+        info = WorkerInfo(
+            ref=engine.identity,
+            role=config.worker_role,
             model=config.model,
             capacity_tokens=engine.pool.capacity_pages * config.page_tokens,
             page_tokens=config.page_tokens,
-            max_input_tokens=engine.max_input_tokens,
+            block_tokens=config.block_tokens,
             engine_url=self._engine_url,
             bootstrap_host=config.public_host if config.role == "prefill" else "",
             bootstrap_port=engine.bootstrap.port,
             prefill_tokens_per_s=config.costs.chunked_prefill_tokens_per_s(config.chunk),
             transfer_tokens_per_s=config.costs.transfer_tokens_per_s,
             hash_seed=engine.hash_seed,
-            capabilities=["admit", "release", "residency", "local-append"] if config.worker_role.keeps_sessions else ["residency"],
-            block_tokens=config.block_tokens,
+            max_input_tokens=engine.max_input_tokens,
+            capabilities=("admit", "release", "residency", "local-append") if config.worker_role.keeps_sessions else ("residency",),
         )
+        return info_to_welcome(info)
 
     def _load(self) -> link.LoadReport:
         engine = self._engine
         engine.desk.expire()
         return link.LoadReport(
-            facts=link_facts(engine.desk.facts()),
+            facts=facts_to_link(engine.desk.facts()),
             sessions=len(engine.sessions),
             open_tickets=len(engine.desk.tickets),
             evicted_tokens=engine.pool.evicted_pages * engine.config.page_tokens,
@@ -107,9 +108,8 @@ class LinkDesk:
         )
 
     def _sessions(self, body: link.ListSessions) -> link.Sessions:
-        if not 0 <= body.limit <= MAX_SESSIONS:
-            raise CallFailed("INVALID_ARGUMENT", f"limit: must be 0 to {MAX_SESSIONS}", "limit")
-        names = [body.session_id] if body.session_id else self._engine.sessions.recent(body.limit)
+        limit = checks.count(body.limit, "limit", 0, MAX_SESSIONS)
+        names = [body.session_id] if body.session_id else self._engine.sessions.recent(limit)
         records = [record for name in names if (record := self._record(name)) is not None]
         return link.Sessions(records, len(self._engine.sessions))
 

@@ -37,7 +37,7 @@ class Residency:
         self.sequence = 0
         self._tree = tree
         self._blocks = Reblocker(block_tokens, seed)
-        self._block_tokens = block_tokens
+        self.block_tokens = block_tokens
         self._outbox: list[link.Change] = []
 
     def match(self, chain: array[int], limit_tokens: int) -> tuple[Node, int]:
@@ -52,7 +52,7 @@ class Residency:
         """
         self.sync()
         blocks = resident_blocks(chain, self._blocks)
-        pages = min(blocks * self._block_tokens, limit_tokens) // self._tree.page_tokens
+        pages = min(blocks * self.block_tokens, limit_tokens) // self._tree.page_tokens
         if not pages:
             return self._tree.match(b"", 0)
         return self._tree.locate(self._blocks.page_of(chain[blocks - 1]), pages), pages
