@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from kvc.core.blocks import TOKEN_BYTES
+from kvc.core.blocks import TOKEN_BYTES, resident_blocks
 from kvc.engine.kvvalue import PRIME
 from kvc.engine.reference.node import ROOT_HASH, Cleared, Node, Removed, Stored
 
@@ -202,15 +202,8 @@ class RadixTree:
         return total % PRIME
 
     def resident_prefix(self, hashes: array[int]) -> int:
-        """Leading pages of a chain of page hashes that are resident, by bisection. Does not mutate."""
-        low, high = 0, len(hashes)
-        while low < high:
-            middle = (low + high) // 2
-            if hashes[middle] in self._node_of:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        """Leading pages of a chain of page hashes that are resident. Does not mutate."""
+        return resident_blocks(hashes, self._node_of)  # pages are closed under prefixes, as blocks are
 
     def path_hashes(self, node: Node, pages: int) -> array[int]:
         """Page hashes of a prefix that ends in `node`. Does not mutate."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from kvc.core.blocks import HASH_BYTES
+
 ENTRY_BYTES = 300
-HASH_BYTES = 8
 
 
 @dataclass(slots=True)
