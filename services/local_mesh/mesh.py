@@ -12,7 +12,7 @@ import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
 from kvc.errors import Unavailable, leaf
@@ -21,8 +21,12 @@ from services.local_mesh.client import RouterClient
 from services.local_mesh.processes import Child
 
 if TYPE_CHECKING:
+    import argparse
+
     from services.local_mesh.topology import Topology
 
+KV_TOKENS = 92_104
+PREFILL_KV_TOKENS = 400_000
 START_TIMEOUT_S = 60.0
 STOP_GRACE_S = 5.0
 _POLL_S = 0.05
@@ -52,8 +56,8 @@ class MeshConfig:
     """
 
     topology: Topology
-    kv_tokens: int = 92_104
-    prefill_kv_tokens: int = 400_000
+    kv_tokens: int = KV_TOKENS
+    prefill_kv_tokens: int = PREFILL_KV_TOKENS
     page_tokens: int = 16
     preset: str = "h100-rdma"
     time_scale: float = 1.0
@@ -67,6 +71,24 @@ class MeshConfig:
     telemetry_endpoint: str = ""
     log_level: str = "info"
     directory: Path | None = None
+
+    @classmethod
+    def asked(cls, arguments: argparse.Namespace, **more: Any) -> Self:
+        """The mesh that the arguments of a command ask for (`add_mesh_arguments`), with `more` of these attributes.
+
+        A prefill worker's pool is never smaller than a decode worker's: what one can hold, the other can prefill.
+        """
+        return cls(
+            topology=arguments.topology,
+            kv_tokens=arguments.kv_tokens,
+            prefill_kv_tokens=max(PREFILL_KV_TOKENS, arguments.kv_tokens),
+            page_tokens=arguments.page_tokens,
+            preset=arguments.preset,
+            time_scale=arguments.time_scale,
+            policy=arguments.policy,
+            profile=arguments.profile,
+            **more,
+        )
 
 
 @dataclass(slots=True)

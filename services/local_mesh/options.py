@@ -105,6 +105,7 @@ def add_mesh_arguments(parser: argparse.ArgumentParser, *, kv_tokens: int, time_
         help=f"modelled seconds a second (default {time_scale:g})",
     )
     parser.add_argument("--profile", choices=("default", "paper"), default="default", help="rulings in force (docs/spec.md)")
+    parser.add_argument("--policy", choices=("kvc", "sticky", "round_robin"), default="kvc", help="how turns are placed (default kvc)")
 
 
 def add_router_arguments(parser: argparse.ArgumentParser) -> None:

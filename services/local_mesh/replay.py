@@ -36,7 +36,6 @@ def parser() -> argparse.ArgumentParser:
     """The command's arguments."""
     made = Parser(prog=PROG, description="Replays a trace on a local mesh and checks every reply.")
     made.add_argument("trace", type=Path, help="KVT, Mooncake or Bailian file, plain or gzip")
-    made.add_argument("--policy", choices=("kvc", "sticky", "round_robin"), default="kvc", help="how turns are placed (default kvc)")
     made.add_argument("--limit", type=whole(1, 10_000_000), default=None, metavar="N", help="at most this many requests")
     made.add_argument(
         "--sessions",
@@ -69,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
 
     def command() -> int:
         console = foreground.output(stderr=True)
-        played = foreground.run(play(trace, options, _mesh(arguments), console, arguments.policy, arguments.out))
+        played = foreground.run(play(trace, options, MeshConfig.asked(arguments), console, arguments.policy, arguments.out))
         if arguments.json:
             sys.stdout.write(_json(played, shlex.join(["kvc", "replay", *argv])))
         else:
@@ -95,19 +94,6 @@ def _options(arguments: argparse.Namespace) -> ReplayOptions:
         max_input_tokens=arguments.max_input_len,
         max_think_s=arguments.max_think,
         time_scale=arguments.time_scale,
-    )
-
-
-def _mesh(arguments: argparse.Namespace) -> MeshConfig:
-    return MeshConfig(
-        topology=arguments.topology,
-        kv_tokens=arguments.kv_tokens,
-        prefill_kv_tokens=max(REPLAY_KV_TOKENS, arguments.kv_tokens),
-        page_tokens=arguments.page_tokens,
-        preset=arguments.preset,
-        time_scale=arguments.time_scale,
-        policy=arguments.policy,
-        profile=arguments.profile,
     )
 
 

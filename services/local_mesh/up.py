@@ -14,7 +14,7 @@ from kvc.errors import KvcError, Unavailable
 from kvc.v1 import router_pb2
 from services.local_mesh import foreground
 from services.local_mesh.client import RouterClient
-from services.local_mesh.mesh import LocalMesh, MeshConfig
+from services.local_mesh.mesh import KV_TOKENS, LocalMesh, MeshConfig
 from services.local_mesh.options import DEFAULT_HTTP_PORT, DEFAULT_PORT, Parser, add_mesh_arguments, whole
 from services.local_mesh.views import workers_table
 
@@ -36,8 +36,7 @@ def main(argv: Sequence[str]) -> int:
         prog="kvc up",
         description="Starts engines, admission agents and a router on 127.0.0.1 until Ctrl-C; a terminal shows a live table of workers.",
     )
-    add_mesh_arguments(parser, kv_tokens=92_104, time_scale=1.0)
-    parser.add_argument("--policy", choices=("kvc", "sticky", "round_robin"), default="kvc", help="how turns are placed (default kvc)")
+    add_mesh_arguments(parser, kv_tokens=KV_TOKENS, time_scale=1.0)
     parser.add_argument(
         "--port", type=whole(0, 65535), default=DEFAULT_PORT, metavar="N", help=f"gRPC port of the router (default {DEFAULT_PORT}; 0 = any)"
     )
@@ -55,14 +54,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--dir", type=Path, default=None, help="keep logs and sockets there (default: a temporary folder)")
     parser.add_argument("--no-restart", action="store_true", help="leave a worker that died dead")
     arguments = parser.parse_args(argv)
-    config = MeshConfig(
-        topology=arguments.topology,
-        kv_tokens=arguments.kv_tokens,
-        page_tokens=arguments.page_tokens,
-        preset=arguments.preset,
-        time_scale=arguments.time_scale,
-        policy=arguments.policy,
-        profile=arguments.profile,
+    config = MeshConfig.asked(
+        arguments,
         router_port=arguments.port,
         http_port=arguments.http_port,
         telemetry_endpoint=arguments.telemetry_endpoint,
