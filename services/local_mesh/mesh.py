@@ -220,12 +220,6 @@ class LocalMesh:
         worker.agent.kill()
         await asyncio.gather(worker.engine.ended(), worker.agent.ended())
 
-    async def stop_worker(self, name: str) -> None:
-        """SIGTERM to a worker's agent, then to its engine."""
-        worker = self.workers[name]
-        await worker.agent.stop(STOP_GRACE_S)
-        await worker.engine.stop(STOP_GRACE_S)
-
     async def _start_router(self) -> None:
         config = self.config
         argv = ["router", "--port", str(config.router_port), "--http-port", str(config.http_port)]

@@ -112,11 +112,13 @@ class Child:
 
     def kill(self) -> None:
         """SIGKILL, as a crash."""
-        self._signal(signal.SIGKILL)
+        self.signal(signal.SIGKILL)
 
     def signal(self, number: int) -> None:
-        """Sends a signal."""
-        self._signal(number)
+        """Sends a signal; a process that has ended gets none."""
+        if self.pid is not None and self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(number)
 
     async def ended(self) -> int:
         """Waits for the end.
@@ -133,18 +135,13 @@ class Child:
         """SIGTERM, then after `grace_s` SIGKILL. Idempotent."""
         if self._process is None or self._reader is None:
             return
-        self._signal(signal.SIGTERM)
+        self.signal(signal.SIGTERM)
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._process.wait()
-        self._signal(signal.SIGKILL)
+        self.signal(signal.SIGKILL)
         await self._process.wait()
         await asyncio.shield(self._reader)
-
-    def _signal(self, number: int) -> None:
-        if self.pid is not None and self._process is not None:
-            with suppress(ProcessLookupError):
-                self._process.send_signal(number)
 
 
 def _readable(line: str) -> str:
