@@ -10,6 +10,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from tests.support.listening import listening
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -196,27 +198,5 @@ async def _end_of(reader: asyncio.StreamReader) -> None:
 async def engine(*answers: Answer) -> AsyncIterator[Engine]:
     """An engine on a free port."""
     made = Engine(list(answers) or [good])
-    tasks: set[asyncio.Task[None]] = set()
-
-    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        tasks.add(task)
-        try:
-            await made.serve(reader, writer)
-        except asyncio.CancelledError:
-            writer.close()
-        finally:
-            tasks.discard(task)
-
-    server = await asyncio.start_server(connected, "127.0.0.1", 0)
-    made.port = server.sockets[0].getsockname()[1]
-    try:
+    async with listening(made.serve) as made.port:
         yield made
-    finally:
-        server.close()
-        left = list(tasks)
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
-        await server.wait_closed()

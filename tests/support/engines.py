@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 DEADLINE_S = 20.0
 BASELINE = ("inflight", "held_tokens", "reserved_tokens", "tickets", "waiting", "active", "rooms")
+SLOW: dict[str, Any] = {"time_scale": 0.2, "chunk_tokens": 64}
+"""Settings of an engine whose states a test can see from outside."""
+CRAWLING: dict[str, Any] = {"time_scale": 0.02, "chunk_tokens": 200}
+"""Slow enough for a transfer of some milliseconds to be seen from outside."""
 
 
 class Answer(NamedTuple):
@@ -110,6 +114,11 @@ class EngineUnderTest:
         return reply.sessions[0] if reply.sessions else None
 
 
+def numbers(count: int, start: int = 0) -> list[int]:
+    """Token ids that count up."""
+    return list(range(start, start + count))
+
+
 def config(**fields: Any) -> EngineConfig:
     """A small and fast engine."""
     defaults: dict[str, Any] = {"preset": "tiny", "time_scale": 50.0, "kv_tokens": 4800}
@@ -153,6 +162,11 @@ class Pair:
         assert (first.status, second.status) == (200, 200), (first, second)
         assert second.body["output_ids"] == self.decode.expected(ids, count)
         return list(second.body["output_ids"])
+
+    async def idle(self) -> None:
+        """Waits until both engines are back at nothing held."""
+        await self.prefill.idle()
+        await self.decode.idle()
 
 
 @asynccontextmanager

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from tests.support.door_engine import Answer
 
 DEADLINE_S = 5.0
+COMPLETED, FAILED, CANCELLED = ev.End.COMPLETED, ev.End.FAILED, ev.End.CANCELLED
 HI = {"messages": [{"role": "user", "content": "hi there"}], "max_tokens": 8}
 
 

@@ -10,6 +10,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tests.support.listening import listening
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
@@ -97,24 +99,5 @@ class RawServer:
 async def raw_server(*scripts: Script) -> AsyncIterator[RawServer]:
     """A server on a free port."""
     made = RawServer(list(scripts))
-    tasks: set[asyncio.Task[None]] = set()
-
-    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        tasks.add(task)
-        try:
-            await made.serve(reader, writer)
-        except asyncio.CancelledError:
-            writer.close()
-
-    server = await asyncio.start_server(connected, "127.0.0.1", 0, backlog=1024)
-    made.port = server.sockets[0].getsockname()[1]
-    try:
+    async with listening(made.serve) as made.port:
         yield made
-    finally:
-        server.close()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await server.wait_closed()

@@ -6,43 +6,18 @@ import asyncio
 import random
 import socket
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from kvc.core import events as ev
 from kvc.core.dispatch import Unreachable
 from kvc.core.types import Reason
-from tests.support.door_engine import (
-    CHUNKED,
-    END,
-    USAGE,
-    answers,
-    breaks,
-    chunk,
-    good,
-    hangs,
-    head,
-    streams,
-    whole,
-)
+from tests.support.door_engine import CHUNKED, END, USAGE, answers, breaks, chunk, good, hangs, head, streams, whole
 from tests.support.fake_ports import no
-from tests.support.front import DEADLINE_S, HI, Front, Wire, front, post
+from tests.support.front import CANCELLED, DEADLINE_S, HI, Front, Wire, front, post
 from tests.support.waiting import until
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-
 BOTH_LOOPS = True
-COMPLETED, FAILED, CANCELLED = ev.End.COMPLETED, ev.End.FAILED, ev.End.CANCELLED
-
-
-@pytest.fixture
-async def door() -> AsyncIterator[Front]:
-    """A door without workers."""
-    async with front() as made:
-        yield made
 
 
 # ---- clients that go ----

@@ -5,30 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from tests.support.door_engine import CHUNKED, USAGE, Asked, chunk, head
-from tests.support.front import DEADLINE_S, HI, Front, chunked, front, get, post
+from tests.support.door_engine import CHUNKED, USAGE, Asked, chunk, hangs, head
+from tests.support.front import DEADLINE_S, HI, Front, chunked, get, post
 from tests.support.waiting import until
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
 BOTH_LOOPS = True
-
-
-@pytest.fixture
-async def door() -> AsyncIterator[Front]:
-    """A door with one worker."""
-    async with front() as made:
-        await made.worker()
-        yield made
-
-
-async def hangs(asked: Asked) -> None:
-    await asked.gone.wait()
+WORKERS = ("d0",)
 
 
 # ---- one request after the other ----

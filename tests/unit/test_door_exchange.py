@@ -4,40 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from kvc.core import events as ev
 from services.router.door import halves
 from services.router.door.client import Client
 from services.router.door.upstream import Connection
-from tests.support.door_engine import (
-    CHUNKED,
-    END,
-    USAGE,
-    Asked,
-    answers,
-    chunk,
-    head,
-    streams,
-    whole,
-)
-from tests.support.front import DEADLINE_S, HI, Front, front, post
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
+from tests.support.door_engine import CHUNKED, END, USAGE, Asked, answers, chunk, head, streams, whole
+from tests.support.front import COMPLETED, DEADLINE_S, FAILED, HI, Front, post
 
 BOTH_LOOPS = True
-COMPLETED, FAILED, CANCELLED = ev.End.COMPLETED, ev.End.FAILED, ev.End.CANCELLED
-
-
-@pytest.fixture
-async def door() -> AsyncIterator[Front]:
-    """A door without workers."""
-    async with front() as made:
-        yield made
 
 
 # ---- what is sent ----

@@ -10,38 +10,14 @@ import pytest
 
 from kvc.core import events as ev
 from services.router.door import halves
-from tests.support.door_engine import (
-    CHUNKED,
-    END,
-    USAGE,
-    Asked,
-    Gate,
-    answers,
-    breaks,
-    chunk,
-    closes,
-    good,
-    hangs,
-    head,
-    streams,
-)
-from tests.support.front import DEADLINE_S, HI, Front, front, post
+from tests.support.door_engine import CHUNKED, END, USAGE, Asked, Gate, answers, breaks, chunk, closes, good, hangs, head, streams
+from tests.support.front import COMPLETED, DEADLINE_S, FAILED, HI, Front, front, post
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from tests.support.door_engine import Answer
 
 BOTH_LOOPS = True
-COMPLETED, FAILED, CANCELLED = ev.End.COMPLETED, ev.End.FAILED, ev.End.CANCELLED
-
-
-@pytest.fixture
-async def door() -> AsyncIterator[Front]:
-    """A door without workers."""
-    async with front() as made:
-        yield made
 
 
 # ---- another worker, before the first byte only ----

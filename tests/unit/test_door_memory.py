@@ -11,17 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvc.core import events as ev
 from kvc.core.types import Mode
-from tests.support.door_engine import (
-    CHUNKED,
-    END,
-    Asked,
-    chunk,
-    head,
-    streams,
-    whole,
-)
+from tests.support.door_engine import CHUNKED, END, Asked, chunk, head, streams, whole
 from tests.support.front import DEADLINE_S, HI, Front, front, post
 from tests.support.waiting import until
 
@@ -32,14 +23,6 @@ if TYPE_CHECKING:
 
 
 BOTH_LOOPS = True
-COMPLETED, FAILED, CANCELLED = ev.End.COMPLETED, ev.End.FAILED, ev.End.CANCELLED
-
-
-@pytest.fixture
-async def door() -> AsyncIterator[Front]:
-    """A door without workers."""
-    async with front() as made:
-        yield made
 
 
 # ---- memory ----

@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.door_engine import USAGE, Asked, Gate
-from tests.support.front import DEADLINE_S, HI, Front, front, get, post
+from tests.support.door_engine import USAGE, Gate
+from tests.support.front import DEADLINE_S, HI, Front, get, post
 from tests.support.smuggling import REFUSED
 from tests.support.waiting import until
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
 BOTH_LOOPS = True
-
-
-@pytest.fixture
-async def door() -> AsyncIterator[Front]:
-    """A door with one worker."""
-    async with front() as made:
-        await made.worker()
-        yield made
-
-
-async def hangs(asked: Asked) -> None:
-    await asked.gone.wait()
+WORKERS = ("d0",)
 
 
 # ---- what is refused ----

@@ -13,7 +13,7 @@ from kvc.engine.reference.faults import ContextTooLong, QueueFull
 from kvc.engine.reference.request import Bootstrap, Phase, Request
 from kvc.errors import InvalidField, KvcError
 from kvc.runtime.clock import ManualClock
-from tests.support.engines import config
+from tests.support.engines import config, numbers
 
 
 def engine(**fields: Any) -> Engine:
@@ -22,10 +22,6 @@ def engine(**fields: Any) -> Engine:
 
 def request(rid: str, ids: list[int], count: int, session: str = "") -> Request:
     return Request(rid, pack_tokens(ids), count, kvvalue.IDS_VOCAB, session)
-
-
-def numbers(count: int, start: int = 0) -> list[int]:
-    return list(range(start, start + count))
 
 
 def step(subject: Engine, horizon_s: float = 0.0) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvc.runtime.logs import MASK, JsonFormatter, configure, event
+from tests.support.captured import captured_logs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,12 +21,8 @@ logger = logging.getLogger("kvc.test")
 
 @pytest.fixture
 def lines() -> Iterator[io.StringIO]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    stream = io.StringIO()
-    configure("info", "router", stream)
-    yield stream
-    root.handlers[:], root.level = handlers, level
+    with captured_logs("router") as stream:
+        yield stream
 
 
 def parsed(stream: io.StringIO) -> list[dict[str, Any]]:
