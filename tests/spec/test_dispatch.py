@@ -1,73 +1,32 @@
-"""docs/spec.md, Algorithm 3: one example a line; tests/property/test_dispatch.py answers at random."""
+"""docs/spec.md, Algorithm 3: one example a line; tests/property/test_dispatch.py answers at random.
+
+What follows a worker's answer is in test_answers.py, how a turn waits in test_waiting.py.
+"""
 
 # ruff: noqa: RUF002 - quotations carry the symbols of the spec
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from kvc.core import events as ev
-from kvc.core.dispatch import Admitted, Ask, Pause, Refused, Resumed, Unreachable, WaitForRoom, dispatch
-from kvc.core.params import params_for
-from kvc.core.state import Sigma
-from kvc.core.types import Admission, Attempt, Decision, Executor, Facts, GaveUp, Give, Mode, Reason, Rejection, Role, WorkerRef
+from kvc.core.dispatch import Admitted, Ask, Refused, Resumed, dispatch
+from kvc.core.types import Admission, Attempt, Decision, Executor, Facts, GaveUp, Give, Mode, Reason, Rejection, WorkerRef
 from tests.support.builders import run, worker
+from tests.support.dispatching import FULL, SILENCE, YES, D, P, begin, mesh, no, talk
 from tests.support.driver import drive
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvc.core.dispatch import Answer, Dispatch, Effect
-    from tests.support.driver import Conversation
-
-D = [WorkerRef(f"D{number}", 1) for number in range(5)]
-P = [WorkerRef(f"P{number}", 1) for number in range(3)]
-FULL = Facts(1000, held_tokens=1000)
-YES: Answer = Admitted(Admission(Mode.SEED, Executor.LOCAL, 240, 256), Facts(1000))
-REMOTE: Answer = Admitted(Admission(Mode.SEED, Executor.PREFILL, 240, 256), Facts(1000))
-SILENCE: Answer = Unreachable("deadline exceeded", gone=False)
-
-
-def no(reason: Reason = Reason.NO_D_CAPACITY, retry_after_s: float = 0.05) -> Answer:
-    return Refused(Rejection(reason, retry_after_s, terminal=reason is Reason.EXCEEDS_CAPACITY), FULL)
-
-
-def mesh(decode: int = 4, prefill: int = 1, profile: Any = "default", *, full: bool = True, **overrides: Any) -> Sigma:
-    """Decode workers of 1,000 tokens that report no room unless told, prefill workers, and session "s" with a prompt of 10 blocks."""
-    sigma = Sigma(params_for(profile, **overrides))
-    for ref in D[:decode]:
-        sigma.apply(ev.WorkerJoined(worker(ref.worker_id, capacity_tokens=1000)))
-        sigma.apply(ev.ResidencyReset(ref, ()))
-        if full:
-            sigma.apply(ev.LoadReported(ref, FULL))
-    for ref in P[:prefill]:
-        sigma.apply(ev.WorkerJoined(worker(ref.worker_id, role=Role.PREFILL)))
-    sigma.apply(ev.TurnArrived("s", run("p", 10), 240))
-    return sigma
+    from kvc.core.dispatch import Answer, Dispatch
+    from kvc.core.state import Sigma
 
 
 def prefer(sigma: Sigma, *refs: WorkerRef) -> None:
     """Route asks these first, in this order: each holds one block of the prompt less than the one before."""
     for number, ref in enumerate(refs):
         sigma.apply(ev.ResidencyReset(ref, tuple(run("p", 9 - number))))
-
-
-def begin(sigma: Sigma, **options: Any) -> Dispatch:
-    return dispatch(sigma.turn("s", run("p", 10), 240, 16), sigma, "r", **options)
-
-
-def talk(sigma: Sigma, answers: Sequence[Answer], **options: Any) -> Conversation:
-    """A dispatch that hears these answers, in order; all of them have to be asked for."""
-    waiting = list(answers)
-
-    def answer(effect: Effect) -> Answer:
-        return waiting.pop(0)
-
-    conversation = drive(begin(sigma, **options), answer)
-    assert not waiting, f"nobody asked for {waiting}"
-    return conversation
 
 
 def test_disp_1() -> None:
@@ -152,131 +111,6 @@ def test_disp_7(prefill: int) -> None:
     assert (effect.offer is not None) == bool(prefill)
 
 
-def test_disp_8() -> None:
-    """DISP-8: "Admitted: inflight[d] + 1, rejects[s,d] = 0, pin[s] = d if s had none"."""
-    sigma = mesh()
-    sigma.apply(ev.Refused("s", D[0], Reason.NO_D_CAPACITY))
-    sigma.apply(ev.Refused("s", D[1], Reason.NO_D_CAPACITY))
-    result = talk(sigma, [REMOTE]).result
-    assert isinstance(result, Decision)
-    assert (result.decode, result.prefill, result.attempt, result.executor) == (D[0], P[0], Attempt("r", 0), Executor.PREFILL)
-    assert sigma.workers["D0"].inflight == 1
-    assert (sigma.rejects("s", "D0"), sigma.rejects("s", "D1")) == (0, 1)
-    assert sigma.sessions["s"].pin == D[0]
-    assert sigma.workers["P0"].prefill_tokens == 240
-
-
-@pytest.mark.parametrize(("profile", "pin"), [("default", D[0]), ("paper", D[1])])
-def test_disp_8_an_admission_elsewhere(profile: str, pin: WorkerRef) -> None:
-    """DISP-8: "(`paper`: always)"; R20: under the rulings a pin moves by a turn that completed elsewhere."""
-    sigma = mesh(profile=profile, exclude_tried=True)
-    first = talk(sigma, [YES]).result
-    assert isinstance(first, Decision)
-    sigma.apply(ev.TurnEnded(first.attempt, ev.End.COMPLETED, 240))
-    second = talk(sigma, [no(), YES], first_attempt=5).result
-    assert isinstance(second, Decision)
-    assert second.decode == D[1]
-    assert sigma.sessions["s"].pin == pin
-    sigma.apply(ev.TurnEnded(second.attempt, ev.End.COMPLETED, 240))
-    assert sigma.sessions["s"].pin == D[1]
-
-
-def test_disp_9() -> None:
-    """DISP-9: "a prefill worker that left is replaced, a yes from a life that is over is none"."""
-    sigma = mesh(prefill=2)
-    generator = begin(sigma)
-    next(generator)
-    sigma.apply(ev.WorkerLeft("P0"))
-    with pytest.raises(StopIteration) as stop:
-        generator.send(REMOTE)
-    assert stop.value.value.prefill == P[1]
-    sigma = mesh(prefill=1)
-    generator = begin(sigma)
-    next(generator)
-    sigma.apply(ev.WorkerLeft("P0"))
-    with pytest.raises(StopIteration) as stop:
-        generator.send(REMOTE)
-    assert (stop.value.value.prefill, stop.value.value.executor) == (None, Executor.LOCAL)
-    for answer in (YES, no()):
-        sigma = mesh()
-        generator = begin(sigma)
-        next(generator)
-        sigma.apply(ev.WorkerJoined(worker("D0", epoch=2)))
-        effect = generator.send(answer)
-        assert isinstance(effect, Ask)
-        assert effect.worker != D[0]
-        assert not sigma.open
-        assert sigma.rejects("s", "D0") == 0
-
-
-@pytest.mark.parametrize("reason", Reason)
-def test_disp_10(reason: Reason) -> None:
-    """DISP-10: "Refused: rejects[s,d] + 1 for `real-large-append`, `no-d-capacity`, `session-not-resident-no-capacity`"."""
-    sigma = mesh(4)
-    answers: list[Answer] = [no(reason), Resumed("deadline")] if reason is Reason.SESSION_BUSY else [no(reason), YES]
-    talk(sigma, answers)
-    counted = reason.value in ("real-large-append", "no-d-capacity", "session-not-resident-no-capacity")
-    assert sigma.rejects("s", "D0") == counted
-    assert reason.counts_as_reject == counted
-
-
-def test_disp_11() -> None:
-    """DISP-11: "`seed-budget`: the next worker, without a count"."""
-    sigma = mesh(3)
-    conversation = talk(sigma, [no(Reason.SEED_BUDGET), YES])
-    assert conversation.asked == D[:2]
-    assert sigma.sessions["s"].rejects == {}
-
-
-@pytest.mark.parametrize("reason", [Reason.DRAINING, Reason.STALE_EPOCH])
-def test_disp_12(reason: Reason) -> None:
-    """DISP-12: "`draining`, `stale-epoch`: the next worker, without a count"."""
-    sigma = mesh(3)
-    conversation = talk(sigma, [no(reason), YES])
-    assert conversation.asked == D[:2]
-    assert sigma.sessions["s"].rejects == {}
-
-
-def test_disp_13() -> None:
-    """DISP-13: "`exceeds-capacity`: d is never asked again in this dispatch"."""
-    conversation = talk(mesh(3), [no(Reason.EXCEEDS_CAPACITY), no(), Resumed("room"), no(), no(), Resumed("deadline")])
-    assert conversation.asked.count(D[0]) == 1
-
-
-def test_disp_14() -> None:
-    """DISP-14: "`session-busy`: Pause, then the same worker is asked again; it spends none of ε"."""
-    conversation = talk(mesh(3), [*[no(Reason.SESSION_BUSY), Resumed("room", 0.1)] * 5, no(), YES])
-    assert conversation.asked == [D[0]] * 6 + [D[1]]
-    pauses = [effect for effect, _ in conversation.said if isinstance(effect, Pause)]
-    assert pauses == [Pause(D[0], 0.05, 0.02)] * 5
-    assert isinstance(conversation.result, Decision)
-    assert conversation.result.queued_s == pytest.approx(0.5)
-
-
-def test_disp_14_the_worker_may_go_while_it_is_busy() -> None:
-    """DISP-14: the pause ends with another worker when the busy one is gone, and with an error at the deadline."""
-    sigma = mesh(3)
-    generator = begin(sigma)
-    next(generator)
-    assert isinstance(generator.send(no(Reason.SESSION_BUSY)), Pause)
-    sigma.apply(ev.WorkerLeft("D0"))
-    effect = generator.send(Resumed("room"))
-    assert isinstance(effect, Ask)
-    assert effect.worker == D[1]
-    late = talk(mesh(3), [no(Reason.SESSION_BUSY), Resumed("deadline", 2.0)]).result
-    assert isinstance(late, GaveUp)
-    assert (late.why, late.queued_s) == (Give.DEADLINE, 2.0)
-
-
-def test_disp_15() -> None:
-    """DISP-15: "Unreachable: health (STATE-7), the next worker, none of ε"."""
-    sigma = mesh(4)
-    conversation = talk(sigma, [SILENCE, Unreachable("refused", gone=True), no(), Resumed("deadline")])
-    assert conversation.asked == D[:3]
-    assert (sigma.workers["D0"].failures, sigma.workers["D1"].why_not) == (1, "unhealthy")
-    assert [probe.error for probe in conversation.result.probes] == ["deadline exceeded", "refused", ""]  # type: ignore[union-attr]
-
-
 def test_disp_16() -> None:
     """DISP-16: "if no worker of the mesh could hold the turn even when empty, GaveUp(exceeds-capacity)"."""
     result = talk(mesh(3), [*[no(Reason.EXCEEDS_CAPACITY)] * 2, Resumed("deadline")]).result
@@ -316,47 +150,6 @@ def test_disp_17_paper() -> None:
     result = talk(mesh(3, profile="paper"), [no(), no()]).result
     assert isinstance(result, Decision)
     assert result.mode is Mode.FALLBACK
-
-
-def test_disp_18() -> None:
-    """DISP-18: "with the turn's missing tokens, the workers' pause hint, and full jitter that doubles every sweep up to a cap"."""
-    sigma = mesh(2, backoff_base_s=0.1, backoff_cap_s=0.3, queue_wait_s=10.0)
-    sigma.apply(ev.ResidencyReset(D[1], tuple(run("p", 4))))
-    answers = [no(retry_after_s=0.7), Resumed("room", 1.0), no(), Resumed("room", 2.0), no(), Resumed("deadline")]
-    waits = [effect for effect, _ in talk(sigma, answers).said if isinstance(effect, WaitForRoom)]
-    assert [wait.prefill_tokens for wait in waits] == [240 - 96] * 3
-    assert [wait.at_least_s for wait in waits] == [0.7, 0.05, 0.05]
-    assert [wait.jitter_s for wait in waits] == [0.1, 0.2, 0.3]
-    assert [wait.at_most_s for wait in waits] == [10.0, 9.0, 7.0]
-
-
-def test_disp_19() -> None:
-    """DISP-19: "Room: a new sweep in which everybody may be asked again"."""
-    conversation = talk(mesh(2), [no(), Resumed("room"), SILENCE, YES])
-    assert len(conversation.sweeps()) == 2
-    assert isinstance(conversation.result, Decision)
-
-
-def test_disp_20() -> None:
-    """DISP-20: "The queue is full: GaveUp(queue-full) with a retry hint; without any worker GaveUp(no-worker)"."""
-    result = talk(mesh(2), [no(), Resumed("full")]).result
-    assert isinstance(result, GaveUp)
-    assert (result.why, result.retry_after_s) == (Give.QUEUE_FULL, 0.05)
-    silent = talk(mesh(2), [SILENCE, SILENCE, Resumed("full")]).result
-    assert isinstance(silent, GaveUp)
-    assert silent.why is Give.NO_WORKER
-
-
-def test_disp_21() -> None:
-    """DISP-21: "Waited `queue_wait_s`: Fallback, or GaveUp(no-worker). The request's deadline: GaveUp(deadline)"."""
-    result = talk(mesh(2), [no(), Resumed("waited", 30.0)]).result
-    assert isinstance(result, Decision)
-    assert (result.mode, result.queued_s) == (Mode.FALLBACK, 30.0)
-    nobody = talk(mesh(0), [Resumed("waited", 30.0)]).result
-    assert nobody == GaveUp(Give.NO_WORKER, queued_s=30.0)
-    late = talk(mesh(2), [no(), Resumed("deadline", 3.0)]).result
-    assert isinstance(late, GaveUp)
-    assert (late.why, late.queued_s) == (Give.DEADLINE, 3.0)
 
 
 def test_disp_22() -> None:
