@@ -1,4 +1,4 @@
-"""Workers, agents and the router die, hang and come back under load: who may notice, for how long, and what is right afterwards.
+"""Workers, agents and the router die and come back under load: who may notice, for how long, and what is right afterwards.
 
 Every reply is checked token by token, also those of turns that fail half-way. After each test the mesh is whole again and at rest:
 nothing in flight in the router, no ticket, no held or reserved token, no room in any engine.
@@ -7,53 +7,27 @@ nothing in flight in the router, no ticket, no held or reserved token, no room i
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
 from typing import TYPE_CHECKING
 
 import pytest
-import pytest_asyncio
 
 from kvc.core.types import Executor, WorkerRef
-from kvc.errors import DeadlineExceeded, Unavailable
-from tests.support.live_mesh import live_mesh
+from kvc.errors import Unavailable
+from tests.support.killing import kill_engine, pool_has, pool_lacks, settle_on
 from tests.support.talking import Conversation, Shape, load
 from tests.support.waiting import eventually, until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from tests.support.live_mesh import LiveMesh
     from tests.support.talking import Load, Turn
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 SESSIONS = 24
-SCALE = 5.0
 SHAPE = Shape(first=(3_000, 9_000), append=(300, 2_000), output=(100, 600), limit=15_000)
 NOTICE_S = 3.0
 """A client in mid-stream learns of its worker's death within this; the connection breaks at once, the rest is a loaded machine."""
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def mesh() -> AsyncIterator[LiveMesh]:
-    """Pools that hold everything the tests say: what is idle stays resident."""
-    async with live_mesh("1P3D", time_scale=SCALE, kv_tokens=1_000_000, prefill_kv_tokens=1_000_000) as live:
-        yield live
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def local_mesh() -> AsyncIterator[LiveMesh]:
-    """No prefill worker; pools so large that two workers hold what is in flight on three."""
-    async with live_mesh("0P3D", time_scale=SCALE, kv_tokens=200_000) as live:
-        yield live
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def remote_mesh() -> AsyncIterator[LiveMesh]:
-    """Seeds always run on the prefill worker."""
-    async with live_mesh("1P2D", time_scale=4.0, engine_args=("--params-executor", "prefill")) as live:
-        yield live
 
 
 async def under_way(running: Load, sessions: int) -> None:
@@ -108,8 +82,8 @@ async def kill_and_return(mesh: LiveMesh) -> None:
     first = await witness.turn(3_000, 50)
     assert first.worker is not None
     name, old = first.worker.worker_id, first.worker
-    await _settle_on(mesh, streamer, name)
-    await _settle_on(mesh, seeder, name)
+    await settle_on(mesh, streamer, name)
+    await settle_on(mesh, seeder, name)
     assert (await mesh.candidate(name, "witness", witness.history)).resident_blocks > 100
     async with load(mesh.client, "kill", SESSIONS, SHAPE) as running:
         await under_way(running, SESSIONS)
@@ -172,12 +146,12 @@ async def test_a_killed_prefill_worker_takes_its_decode_half_down_at_once(remote
     mesh = remote_mesh
     one = Conversation(mesh.client, "seed")
     asked = asyncio.create_task(one.turn(60_000, 20))
-    await eventually(lambda: _pool_has(mesh, "p0", "prefilling"), 10.0, poll_s=0.005)
+    await eventually(lambda: pool_has(mesh, "p0", "prefilling"), 10.0, poll_s=0.005)
     pulling = [name for name, books in (await mesh.pools()).items() if books["pulling"]]
     assert len(pulling) == 1
-    await _kill_engine(mesh, "p0")
+    await kill_engine(mesh, "p0")
     killed_s = time.monotonic()
-    await eventually(lambda: _pool_lacks(mesh, pulling[0], "pulling"), 1.0, poll_s=0.005)
+    await eventually(lambda: pool_lacks(mesh, pulling[0], "pulling"), 1.0, poll_s=0.005)
     assert time.monotonic() - killed_s < 1.0
     turn = await asked
     assert turn.ok, turn.error
@@ -190,42 +164,14 @@ async def test_a_killed_prefill_worker_takes_its_decode_half_down_at_once(remote
     await mesh.at_rest()
 
 
-@pytest.mark.parametrize("who", ["p0", "decoder"])
-async def test_a_frozen_engine_delays_nobody_for_long(remote_mesh: LiveMesh, who: str) -> None:
-    """F25's and F29's sibling: SIGSTOP leaves every connection open. A turn without a token goes on without the frozen engine, prefill or
-    decode, once its agent has missed an answer (5 s) and it was away for 2 s; the engine's part of it is gone when it thaws.
-    """
-    mesh = remote_mesh
-    one = Conversation(mesh.client, f"frozen {who}")
-    asked = asyncio.create_task(one.turn(60_000, 20))
-    await eventually(lambda: _pool_has(mesh, "p0", "prefilling"), 10.0, poll_s=0.005)
-    pulling = [name for name, books in (await mesh.pools()).items() if books["pulling"]]
-    assert len(pulling) == 1
-    name = who if who == "p0" else pulling[0]
-    engine = mesh.mesh.workers[name].engine
-    engine.signal(signal.SIGSTOP)
-    try:
-        turn = await asked
-    finally:
-        engine.signal(signal.SIGCONT)
-    assert turn.ok, turn.error
-    assert turn.wall_s < 15.0
-    if who == "p0":
-        assert turn.executor is Executor.LOCAL
-    else:
-        assert turn.worker is not None
-        assert turn.worker.worker_id != name
-    await mesh.at_rest()
-
-
 async def test_an_agent_may_die_without_a_turn_noticing(mesh: LiveMesh) -> None:
     """An agent is killed alone: turns in flight on its engine go on, new ones go elsewhere; when it is back, so is all residency."""
     steady, waits, moves = (Conversation(mesh.client, f"agent-{name}") for name in ("steady", "waits", "moves"))
     first = await steady.turn(3_000, 20)
     assert first.worker is not None
     name = first.worker.worker_id
-    await _settle_on(mesh, waits, name)
-    await _settle_on(mesh, moves, name)
+    await settle_on(mesh, waits, name)
+    await settle_on(mesh, moves, name)
     known = (await mesh.candidate(name, waits.session_id, waits.history)).resident_blocks
     assert known > 50
     streaming = asyncio.create_task(steady.turn(100, 3_000))
@@ -252,8 +198,8 @@ async def test_an_engine_comes_back_behind_its_agent(mesh: LiveMesh) -> None:
     first = await one.turn(3_000, 20)
     assert first.worker is not None
     name, old = first.worker.worker_id, first.worker
-    await _settle_on(mesh, other, name)
-    await _kill_engine(mesh, name)
+    await settle_on(mesh, other, name)
+    await kill_engine(mesh, name)
     moved = await one.turn(100, 20)
     assert moved.ok, moved.error
     assert moved.worker is not None
@@ -272,7 +218,7 @@ async def test_two_workers_come_back_under_each_others_addresses(mesh: LiveMesh)
     """F60: an address is reused by a worker of another name: each is known by its name again, and nothing of one counts for the other."""
     talks = [Conversation(mesh.client, f"swap-{number}") for number in range(6)]
     for number, one in enumerate(talks):
-        await _settle_on(mesh, one, f"d{number % 3}")
+        await settle_on(mesh, one, f"d{number % 3}")
     lives = {name: await mesh.ref(name) for name in ("d0", "d1")}
     first, second = mesh.mesh.workers["d0"], mesh.mesh.workers["d1"]
     await asyncio.gather(mesh.mesh.kill_worker("d0"), mesh.mesh.kill_worker("d1"))
@@ -299,44 +245,6 @@ async def test_two_workers_come_back_under_each_others_addresses(mesh: LiveMesh)
         else:
             assert turn.worker == before
     await mesh.at_rest()
-
-
-async def test_a_hung_agent_blocks_nobody_else(mesh: LiveMesh) -> None:
-    """SIGSTOP of an agent for 5 s: other workers' sessions go on as before, its own move after one Admit timeout, deadlines hold."""
-    others = [Conversation(mesh.client, f"hung-{number}") for number in range(9)]
-    for one in others:
-        assert (await one.turn(2_000, 20)).ok
-    homes = {one.session_id: one.turns[-1].worker for one in others}
-    hung = others[0].turns[-1].worker
-    assert hung is not None
-    mine = [one for one in others if homes[one.session_id] == hung]
-    rest = [one for one in others if homes[one.session_id] != hung]
-    assert len(mine) >= 2
-    assert rest
-    agent = mesh.mesh.workers[hung.worker_id].agent
-    agent.signal(signal.SIGSTOP)
-    stopped_s = time.monotonic()
-    try:
-        hasty = await mine[0].turn(100, 20, timeout_s=0.4)
-        assert isinstance(hasty.error, DeadlineExceeded)
-        assert hasty.wall_s < 1.0
-        moving = [asyncio.create_task(one.turn(100, 20)) for one in mine]
-        slowest = 0.0
-        while time.monotonic() - stopped_s < 5.0:
-            turns = await asyncio.gather(*(one.turn(100, 20) for one in rest))
-            assert all(turn.ok for turn in turns), [turn.error for turn in turns]
-            slowest = max(slowest, *(turn.wall_s for turn in turns))
-        moved = await asyncio.gather(*moving)
-    finally:
-        agent.signal(signal.SIGCONT)
-    assert slowest < 1.0, "somebody waited for the hung agent"
-    for turn in moved:
-        assert turn.ok, turn.error
-        assert turn.worker is not None
-        assert turn.worker.worker_id != hung.worker_id
-        assert turn.wall_s < 3.0
-    await mesh.at_rest()
-    assert (await mesh.ref(hung.worker_id)) == hung, "the same life, found again"
 
 
 async def test_serving_again_soon_after_everybody_died(mesh: LiveMesh) -> None:
@@ -392,28 +300,3 @@ async def _prefills(mesh: LiveMesh, name: str, one: Conversation) -> None:
     assert len(one.turns) == 2
     assert one.turns[1].first_s is None
     assert books["prefilling"] + books["pulling"], books
-
-
-async def _pool_has(mesh: LiveMesh, name: str, key: str) -> None:
-    assert (await mesh.pool(name))[key]
-
-
-async def _pool_lacks(mesh: LiveMesh, name: str, key: str) -> None:
-    assert not (await mesh.pool(name))[key]
-
-
-async def _kill_engine(mesh: LiveMesh, name: str) -> None:
-    mesh.mesh.workers[name].engine.kill()
-    await mesh.mesh.workers[name].engine.ended()
-
-
-async def _settle_on(mesh: LiveMesh, one: Conversation, name: str) -> None:
-    """A first turn on a certain worker: the others take none meanwhile."""
-    others = [other for other in mesh.mesh.workers if other.startswith("d") and other != name]
-    for other in others:
-        await mesh.drain(other, drain=True)
-    turn = await one.turn(2_000, 20)
-    for other in others:
-        await mesh.drain(other, drain=False)
-    assert turn.worker is not None
-    assert turn.worker.worker_id == name
