@@ -161,10 +161,9 @@ class SessionGate:
 
     async def enter(self, session_id: str, deadline_s: float) -> None:
         """Waits for the session; `leave` gives it back. Errors as in `turn`."""
-        queue = self._busy.get(session_id)
-        if queue is None:
-            self._busy[session_id] = deque()
+        if self.try_enter(session_id):
             return
+        queue = self._busy[session_id]
         if len(queue) >= self._waiters:
             raise SessionBusy(f"a turn of the session is in flight and {len(queue)} wait for it", field="session_id", retry_after_s=0.1)
         handed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
