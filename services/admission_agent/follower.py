@@ -42,16 +42,14 @@ class View:
 class Follower:
     """One open WatchResidency call."""
 
-    def __init__(self, name: str, view: Callable[[], View | None], *, part_bytes: int, buffer_bytes: int) -> None:
+    def __init__(self, view: Callable[[], View | None], *, part_bytes: int, buffer_bytes: int) -> None:
         """Begins in the state "restarting".
 
         Args:
-            name: for logs.
             view: the moment's view; None while there is none yet.
             part_bytes: most hash bytes a snapshot message carries.
             buffer_bytes: most bytes of deltas that wait.
         """
-        self.name = name
         self._view = view
         self._part_bytes = max(HASH_BYTES, part_bytes - part_bytes % HASH_BYTES)
         self._buffer_bytes = buffer_bytes

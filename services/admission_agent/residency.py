@@ -127,7 +127,7 @@ class Residency:
     # ---- the followers' side ----
 
     @contextlib.contextmanager
-    def follow(self, name: str) -> Iterator[Follower]:
+    def follow(self) -> Iterator[Follower]:
         """A place in the stream for as long as the block lasts.
 
         Raises:
@@ -135,7 +135,7 @@ class Residency:
         """
         if len(self._followers) >= self._config.max_followers:
             raise Exhausted(f"{len(self._followers)} routers follow already", reason="TOO_MANY_FOLLOWERS", retry_after_s=1.0)
-        follower = Follower(name, self.view, part_bytes=self._config.part_bytes, buffer_bytes=self._config.buffer_bytes)
+        follower = Follower(self.view, part_bytes=self._config.part_bytes, buffer_bytes=self._config.buffer_bytes)
         if self._load is not None:
             follower.offer_load(self._load)
         self._followers.add(follower)

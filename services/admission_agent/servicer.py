@@ -104,7 +104,7 @@ class AdmissionServicer(admission_pb2_grpc.AdmissionServiceServicer):
         """A snapshot, then what changes, for as long as this life of the engine lasts."""
         name = checks.text(request.follower, "follower", 0, MAX_FOLLOWER_BYTES) or context.peer()
         self._agent.life()
-        with self._residency.follow(name) as follower:
+        with self._residency.follow() as follower:
             event(logger, "follower_joined", follower=name, followers=self._residency.followers)
             try:
                 async for message in follower:

@@ -133,7 +133,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.watches) < 4)
     @rule()
     def join(self) -> None:
-        context = self.residency.follow("r")
+        context = self.residency.follow()
         self.watches.append(Watch(context, context.__enter__()))
 
     @precondition(lambda self: self.watches)

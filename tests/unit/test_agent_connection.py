@@ -93,7 +93,7 @@ async def test_changes_reach_a_follower() -> None:
     engine = FakeEngine()
     async with Rig(engine).running() as rig:
         await rig.alive()
-        with rig.residency.follow("r") as follower:
+        with rig.residency.follow() as follower:
             model = FollowerModel()
             engine.store(PROMPT)
             await until(lambda: overlap(drain(follower, model)) == 10, WAIT_S, "ten blocks")
@@ -145,7 +145,7 @@ async def test_f40_a_restarted_engine_is_a_new_life() -> None:
     engine.store(PROMPT)
     async with Rig(engine).running() as rig:
         await rig.alive()
-        with rig.residency.follow("r") as follower:
+        with rig.residency.follow() as follower:
             assert overlap(drain(follower, FollowerModel())) == 10
             engine.restart()
             await rig.alive(2)
@@ -153,7 +153,7 @@ async def test_f40_a_restarted_engine_is_a_new_life() -> None:
                 follower.take()
             assert caught.value.reason == "ENGINE_AWAY"
         assert rig.residency.followers == 0
-        with rig.residency.follow("r") as follower:
+        with rig.residency.follow() as follower:
             model = drain(follower, FollowerModel())
         assert (model.epoch, model.sequence, model.blocks) == (2, 1, set())
     assert rig.changes == [True, False, True, False]
@@ -163,7 +163,7 @@ async def test_an_engine_that_dies_is_noticed_at_once_and_followers_are_told() -
     engine = FakeEngine()
     async with Rig(engine).running() as rig:
         await rig.alive()
-        with rig.residency.follow("r") as follower:
+        with rig.residency.follow() as follower:
             drain(follower, FollowerModel())
             engine.die()
             await until(lambda: rig.connection.life is None, WAIT_S, "no life")
@@ -179,7 +179,7 @@ async def test_a_gap_is_healed_by_a_new_snapshot_while_calls_go_on(*, repeat: bo
     async with Rig(engine).running() as rig:
         await rig.alive()
         life = rig.connection.life
-        with rig.residency.follow("r") as follower:
+        with rig.residency.follow() as follower:
             model = drain(follower, FollowerModel())
             engine.pages.store(PROMPT)
             engine.send(link.Delta(engine.sequence if repeat else engine.sequence + 2, []))
@@ -306,7 +306,7 @@ async def test_a_prefill_engine_needs_neither_admit_nor_residency() -> None:
     async with Rig(engine).running() as rig:
         await rig.alive()
         await until(lambda: rig.residency.load is not None, WAIT_S, "a load report")
-        with rig.residency.follow("r") as follower:
+        with rig.residency.follow() as follower:
             model = drain(follower, FollowerModel())
         assert (model.snapshots, model.loads, model.blocks) == (1, 1, set())
         assert not [call for call in engine.calls if isinstance(call, link.Drain | link.Subscribe)]

@@ -59,7 +59,7 @@ def test_snapshot_then_deltas() -> None:
     pages = Pages()
     pages.store(PROMPT[:96])
     residency = living(pages)
-    with residency.follow("r") as follower:
+    with residency.follow() as follower:
         model = drain(follower)
         assert (model.epoch, model.sequence, model.snapshots) == (1, 1, 1)
         assert model.blocks == set(chain(PROMPT[:96]))
@@ -75,7 +75,7 @@ def test_snapshot_then_deltas() -> None:
 def test_changes_between_two_flushes_travel_as_one_delta() -> None:
     pages = Pages()
     residency = living(pages)
-    with residency.follow("r") as follower:
+    with residency.follow() as follower:
         model = drain(follower)
         feed(residency, link.Delta(1, stored(pages, PROMPT)), link.Delta(2, [pages.remove(PROMPT[:48])]), link.Delta(3, []))
         residency.flush()
@@ -87,7 +87,7 @@ def test_changes_between_two_flushes_travel_as_one_delta() -> None:
 def test_nothing_is_sent_when_nothing_changed() -> None:
     pages = Pages()
     residency = living(pages)
-    with residency.follow("r") as follower:
+    with residency.follow() as follower:
         drain(follower)
         feed(residency, link.Delta(1, [*stored(pages, PROMPT), pages.remove(PROMPT[:4])]))
         residency.flush()
@@ -110,7 +110,7 @@ def test_f41_clear_all_empties_the_follower() -> None:
     pages = Pages()
     pages.store(PROMPT)
     residency = living(pages)
-    with residency.follow("r") as follower:
+    with residency.follow() as follower:
         model = drain(follower)
         assert resident_blocks(chain(PROMPT), model.blocks) == 10
         feed(residency, link.Delta(1, [pages.clear()]))
@@ -138,7 +138,7 @@ def test_f43_runs_that_are_partly_stored_chain_right(page_tokens: int) -> None:
     known = len(first.page_hashes)
     rest = link.PageStored(whole.page_hashes[known:], whole.page_hashes[known - 1], whole.token_ids[known * page_tokens * TOKEN_BYTES :])
     feed(residency, link.Delta(2, [rest]))
-    with residency.follow("r") as follower:
+    with residency.follow() as follower:
         assert resident_blocks(chain(prompt), drain(follower).blocks) == 64
     feed(residency, link.Delta(3, [whole]))  # the whole run again, with pages that are known: nothing new
     assert residency.resident_blocks == 64
@@ -150,7 +150,7 @@ def test_f40_a_new_epoch_starts_empty_and_from_one() -> None:
     pages = Pages()
     pages.store(PROMPT)
     residency = living(pages)
-    with residency.follow("r") as follower:
+    with residency.follow() as follower:
         drain(follower)
         residency.end(Unavailable("the engine is away", reason="ENGINE_AWAY"))
         with pytest.raises(Unavailable, match="away"):
@@ -158,7 +158,7 @@ def test_f40_a_new_epoch_starts_empty_and_from_one() -> None:
     assert residency.resident_blocks == 0
     assert residency.view() is None
     residency.begin(WorkerRef("d0", 2), SEED, 4)
-    with residency.follow("r") as follower:
+    with residency.follow() as follower:
         assert follower.take() is None, "no view of the old life"
         feed(residency, link.Snapshot(0, []))
         model = drain(follower)
@@ -170,7 +170,7 @@ def test_the_same_epoch_counts_on_after_a_lost_connection() -> None:
     residency.end(Unavailable("away"))
     residency.begin(WorkerRef("d0", 1), SEED, 4)
     feed(residency, link.Snapshot(0, []))
-    with residency.follow("r") as follower:
+    with residency.follow() as follower:
         assert drain(follower).sequence == 2
 
 
@@ -180,7 +180,7 @@ def test_a_large_snapshot_comes_in_parts_below_a_mebibyte() -> None:
     residency = Residency(ResidencyConfig(block_tokens=2))
     residency.begin(WorkerRef("d0", 1), SEED, 2)
     feed(residency, link.Snapshot(0, [link.PageStored(list(range(1, 200_001)), 0, prompt)]))
-    with residency.follow("r") as follower:
+    with residency.follow() as follower:
         messages = []
         while (message := follower.take()) is not None:
             messages.append(message)
@@ -195,7 +195,7 @@ def test_the_largest_part_setting_keeps_messages_below_a_mebibyte() -> None:
     residency.begin(WorkerRef("d" * 128, 2**64 - 1), SEED, 1)
     count = 140_000
     feed(residency, link.Snapshot(0, [link.PageStored(list(range(1, count + 1)), 0, pack_tokens(list(range(count))))]))
-    with residency.follow("r") as follower:
+    with residency.follow() as follower:
         first = follower.take()
     assert first is not None
     assert first.snapshot.more
@@ -205,7 +205,7 @@ def test_the_largest_part_setting_keeps_messages_below_a_mebibyte() -> None:
 def test_a_slow_follower_gets_a_fresh_snapshot_and_others_do_not() -> None:
     pages = Pages()
     residency = living(pages, buffer_bytes=600)
-    with residency.follow("slow") as slow, residency.follow("quick") as quick:
+    with residency.follow() as slow, residency.follow() as quick:
         lagging, current = drain(slow), drain(quick)
         for index in range(20):
             feed(residency, link.Delta(index + 1, stored(pages, [1000 + index] * 48)))
@@ -223,7 +223,7 @@ def test_a_slow_follower_gets_a_fresh_snapshot_and_others_do_not() -> None:
 def test_a_change_too_large_for_a_message_becomes_a_snapshot() -> None:
     pages = Pages()
     residency = living(pages, part_bytes=5 * HASH_BYTES)
-    with residency.follow("r") as follower:
+    with residency.follow() as follower:
         model = drain(follower)
         feed(residency, link.Delta(1, stored(pages, PROMPT)))
         residency.flush()
@@ -237,7 +237,7 @@ def test_a_snapshot_under_way_is_finished_before_the_next() -> None:
     pages = Pages()
     pages.store(PROMPT)
     residency = living(pages, part_bytes=2 * HASH_BYTES, buffer_bytes=200)
-    with residency.follow("r") as follower:
+    with residency.follow() as follower:
         model = FollowerModel()
         message = follower.take()
         assert message is not None
@@ -253,7 +253,7 @@ def test_a_snapshot_under_way_is_finished_before_the_next() -> None:
 def test_only_the_latest_load_is_kept_and_comes_after_the_snapshot() -> None:
     residency = living()
     residency.report(types_pb2.WorkerLoad(sessions=1))
-    with residency.follow("r") as follower:
+    with residency.follow() as follower:
         residency.report(types_pb2.WorkerLoad(sessions=2))
         residency.report(types_pb2.WorkerLoad(sessions=3))
         kinds = []
@@ -265,17 +265,17 @@ def test_only_the_latest_load_is_kept_and_comes_after_the_snapshot() -> None:
 def test_a_new_follower_hears_the_load_at_once() -> None:
     residency = living()
     residency.report(types_pb2.WorkerLoad(sessions=4))
-    with residency.follow("r") as follower:
+    with residency.follow() as follower:
         assert drain(follower).loads == 1
 
 
 def test_followers_are_bounded() -> None:
     residency = living(max_followers=2)
-    with residency.follow("a"), residency.follow("b"):
-        with pytest.raises(Exhausted) as caught, residency.follow("c"):
+    with residency.follow(), residency.follow():
+        with pytest.raises(Exhausted) as caught, residency.follow():
             pass
         assert caught.value.reason == "TOO_MANY_FOLLOWERS"
-    with residency.follow("c"):
+    with residency.follow():
         assert residency.followers == 1
     assert residency.followers == 0
 
@@ -292,7 +292,7 @@ def test_after_a_gap_the_old_view_stays_until_the_new_snapshot_is_whole() -> Non
     pages = Pages()
     pages.store(PROMPT[:48])
     residency = living(pages)
-    with residency.follow("r") as follower:
+    with residency.follow() as follower:
         model = drain(follower)
         with pytest.raises(Gap):
             feed(residency, link.Delta(9, []))
@@ -348,7 +348,7 @@ def test_pages_under_an_unknown_parent_are_not_credited() -> None:
 async def test_a_follower_waits_for_news_and_hears_the_end() -> None:
     pages = Pages()
     residency = living(pages)
-    with residency.follow("r") as follower:
+    with residency.follow() as follower:
         model = FollowerModel()
         model.apply(await anext(follower))
         waiting = asyncio.ensure_future(anext(follower))
@@ -368,7 +368,7 @@ async def test_a_follower_waits_for_news_and_hears_the_end() -> None:
 async def test_a_follower_that_came_before_the_snapshot_is_woken_by_it() -> None:
     residency = Residency(ResidencyConfig())
     residency.begin(WorkerRef("p0", 1), SEED, 4)
-    with residency.follow("r") as follower:
+    with residency.follow() as follower:
         waiting = asyncio.ensure_future(anext(follower))
         await asyncio.sleep(0)
         residency.install_empty()
