@@ -1,77 +1,25 @@
-"""Between kvc.core values and kvc.v1 messages: one function a message and direction.
-
-Every value that arrives is checked here and nowhere else: a violation is an `InvalidField` that names the field by its path in the
-message (`turn.session_id`). Values that leave come from the core and are trusted.
-
-Long, because it is the one place that knows both vocabularies; every function stands alone.
-"""
+"""One turn's question and answer: who asks whom, about what, on what terms, and what was decided."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 import grpc
 
 from kvc import checks
 from kvc.core.blocks import pack_hashes
-from kvc.core.types import (
-    Admission,
-    Attempt,
-    Executor,
-    Facts,
-    Mode,
-    PrefillOffer,
-    Probe,
-    Reason,
-    Rejection,
-    Role,
-    Turn,
-    WorkerInfo,
-    WorkerRef,
-)
+from kvc.core.types import Admission, Attempt, Facts, PrefillOffer, Rejection, Turn, WorkerRef
 from kvc.errors import InvalidField, error_for
-from kvc.v1 import admission_pb2, router_pb2, types_pb2
+from kvc.v1 import admission_pb2, types_pb2
+from kvc.wire.enums import EXECUTOR_FROM_PB, EXECUTOR_TO_PB, MODE_FROM_PB, MODE_TO_PB, REASON_FROM_PB, REASON_TO_PB, known
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvc.core.types import Decision, Outcome
+    from kvc.core.types import Outcome
     from kvc.errors import KvcError
 
-T = TypeVar("T")
-
-
-ROLE_TO_PB: Final[Mapping[Role, types_pb2.Role.ValueType]] = {
-    Role.PREFILL: types_pb2.ROLE_PREFILL,
-    Role.DECODE: types_pb2.ROLE_DECODE,
-    Role.MONOLITHIC: types_pb2.ROLE_MONOLITHIC,
-}
-MODE_TO_PB: Final[Mapping[Mode, types_pb2.Mode.ValueType]] = {
-    Mode.DIRECT: types_pb2.MODE_DIRECT,
-    Mode.SEED: types_pb2.MODE_SEED,
-    Mode.RESEED: types_pb2.MODE_RESEED,
-    Mode.FALLBACK: types_pb2.MODE_FALLBACK,
-}
-EXECUTOR_TO_PB: Final[Mapping[Executor, types_pb2.Executor.ValueType]] = {
-    Executor.LOCAL: types_pb2.EXECUTOR_LOCAL,
-    Executor.PREFILL: types_pb2.EXECUTOR_PREFILL,
-}
-REASON_TO_PB: Final[Mapping[Reason, types_pb2.Reason.ValueType]] = {
-    Reason.REAL_LARGE_APPEND: types_pb2.REASON_REAL_LARGE_APPEND,
-    Reason.NO_D_CAPACITY: types_pb2.REASON_NO_D_CAPACITY,
-    Reason.SESSION_NOT_RESIDENT_NO_CAPACITY: types_pb2.REASON_SESSION_NOT_RESIDENT_NO_CAPACITY,
-    Reason.SEED_BUDGET: types_pb2.REASON_SEED_BUDGET,
-    Reason.EXCEEDS_CAPACITY: types_pb2.REASON_EXCEEDS_CAPACITY,
-    Reason.DRAINING: types_pb2.REASON_DRAINING,
-    Reason.STALE_EPOCH: types_pb2.REASON_STALE_EPOCH,
-    Reason.SESSION_BUSY: types_pb2.REASON_SESSION_BUSY,
-}
-ROLE_FROM_PB: Final[Mapping[int, Role]] = {pb: role for role, pb in ROLE_TO_PB.items()}
-MODE_FROM_PB: Final[Mapping[int, Mode]] = {pb: mode for mode, pb in MODE_TO_PB.items()}
-EXECUTOR_FROM_PB: Final[Mapping[int, Executor]] = {pb: executor for executor, pb in EXECUTOR_TO_PB.items()}
-REASON_FROM_PB: Final[Mapping[int, Reason]] = {pb: reason for reason, pb in REASON_TO_PB.items()}
-REASON_NAMES: Final[Mapping[int, str]] = {pb: reason.value for pb, reason in REASON_FROM_PB.items()}
-"""Enum number -> the paper's string."""
+_CODE_NAMES: Final[Mapping[int, str]] = {code.value[0]: code.name for code in grpc.StatusCode}
 
 
 def attempt_to_pb(attempt: Attempt) -> types_pb2.Attempt:
@@ -286,8 +234,8 @@ def outcome_from_pb(pb: admission_pb2.AdmitResponse) -> Outcome:
     if kind == "admission":
         yes = pb.admission
         return Admission(
-            mode=_known(MODE_FROM_PB, yes.mode, "admission.mode"),
-            executor=_known(EXECUTOR_FROM_PB, yes.executor, "admission.executor"),
+            mode=known(MODE_FROM_PB, yes.mode, "admission.mode"),
+            executor=known(EXECUTOR_FROM_PB, yes.executor, "admission.executor"),
             append_tokens=yes.append_tokens,
             need_tokens=yes.need_tokens,
             ticket=checks.identifier(yes.ticket, "admission.ticket"),
@@ -296,117 +244,11 @@ def outcome_from_pb(pb: admission_pb2.AdmitResponse) -> Outcome:
     if kind == "rejection":
         no = pb.rejection
         return Rejection(
-            reason=_known(REASON_FROM_PB, no.reason, "rejection.reason"),
+            reason=known(REASON_FROM_PB, no.reason, "rejection.reason"),
             retry_after_s=checks.amount(no.retry_after_s, "rejection.retry_after_s"),
             terminal=no.terminal,
         )
     raise InvalidField("is required: admission or rejection", field="outcome")
-
-
-def worker_info_to_pb(info: WorkerInfo) -> types_pb2.WorkerInfo:
-    """WorkerInfo."""
-    return types_pb2.WorkerInfo(
-        worker=ref_to_pb(info.ref),
-        role=ROLE_TO_PB[info.role],
-        model=info.model,
-        capacity_tokens=info.capacity_tokens,
-        page_tokens=info.page_tokens,
-        block_tokens=info.block_tokens,
-        engine_url=info.engine_url,
-        bootstrap_host=info.bootstrap_host,
-        bootstrap_port=info.bootstrap_port,
-        prefill_tokens_per_s=info.prefill_tokens_per_s,
-        transfer_tokens_per_s=info.transfer_tokens_per_s,
-        draining=info.draining,
-        hash_seed=info.hash_seed,
-        max_input_tokens=info.max_input_tokens,
-        capabilities=info.capabilities,
-    )
-
-
-def worker_info_from_pb(pb: types_pb2.WorkerInfo, field: str = "info") -> WorkerInfo:
-    """WorkerInfo.
-
-    Raises:
-        InvalidField: a field is missing or out of its range; a worker without a life (epoch 0) is no worker.
-    """
-    ref = ref_from_pb(pb.worker, f"{field}.worker")
-    checks.count(ref.epoch, f"{field}.worker.epoch", 1, checks.MAX_U64)
-    checks.count(len(pb.capabilities), f"{field}.capabilities", 0, checks.MAX_CAPABILITIES)
-    return WorkerInfo(
-        ref=ref,
-        role=_known(ROLE_FROM_PB, pb.role, f"{field}.role"),
-        model=checks.text(pb.model, f"{field}.model", 1, checks.MAX_NAME_BYTES),
-        capacity_tokens=checks.count(pb.capacity_tokens, f"{field}.capacity_tokens", 1, checks.MAX_U64),
-        page_tokens=checks.count(pb.page_tokens, f"{field}.page_tokens", 1, checks.MAX_TOKENS),
-        block_tokens=checks.count(pb.block_tokens, f"{field}.block_tokens", 1, checks.MAX_TOKENS),
-        engine_url=checks.url(pb.engine_url, f"{field}.engine_url", checks.MAX_URL_BYTES),
-        bootstrap_host=checks.text(pb.bootstrap_host, f"{field}.bootstrap_host", 0, checks.MAX_NAME_BYTES),
-        bootstrap_port=checks.count(pb.bootstrap_port, f"{field}.bootstrap_port", 0, 65535),
-        prefill_tokens_per_s=checks.rate(pb.prefill_tokens_per_s, f"{field}.prefill_tokens_per_s"),
-        transfer_tokens_per_s=checks.rate(pb.transfer_tokens_per_s, f"{field}.transfer_tokens_per_s"),
-        draining=pb.draining,
-        hash_seed=pb.hash_seed,
-        max_input_tokens=checks.count(pb.max_input_tokens, f"{field}.max_input_tokens", 1, checks.MAX_TOKENS),
-        capabilities=tuple(checks.identifier(one, f"{field}.capabilities") for one in pb.capabilities),
-    )
-
-
-def load_to_pb(facts: Facts, *, sessions: int, open_tickets: int, evicted_tokens: int, peak_use: float) -> types_pb2.WorkerLoad:
-    """WorkerLoad from a worker's facts and counters; `peak_use` is a share of the pool, 0 to 1."""
-    return types_pb2.WorkerLoad(
-        facts=facts_to_pb(facts),
-        sessions=sessions,
-        open_tickets=open_tickets,
-        evicted_tokens=evicted_tokens,
-        peak_use=peak_use,
-    )
-
-
-def probe_to_pb(probe: Probe) -> router_pb2.Probe:
-    """Probe."""
-    return router_pb2.Probe(
-        worker=ref_to_pb(probe.worker),
-        admitted=probe.admitted,
-        reason=types_pb2.REASON_UNSPECIFIED if probe.reason is None else REASON_TO_PB[probe.reason],
-        error=probe.error,
-        elapsed_s=probe.elapsed_s,
-    )
-
-
-def probe_from_pb(pb: router_pb2.Probe, field: str = "probe") -> Probe:
-    """Probe.
-
-    Raises:
-        InvalidField: a field is out of its range.
-    """
-    return Probe(
-        worker=ref_from_pb(pb.worker, f"{field}.worker"),
-        admitted=pb.admitted,
-        reason=None if pb.reason == types_pb2.REASON_UNSPECIFIED else _known(REASON_FROM_PB, pb.reason, f"{field}.reason"),
-        error=pb.error,
-        elapsed_s=checks.amount(pb.elapsed_s, f"{field}.elapsed_s"),
-    )
-
-
-def decision_to_pb(decision: Decision, *, decide_s: float = 0.0) -> router_pb2.Decision:
-    """Decision.
-
-    Args:
-        decision: what Dispatch decided.
-        decide_s: seconds it took, waiting included.
-    """
-    return router_pb2.Decision(
-        request_id=decision.attempt.request_id,
-        mode=MODE_TO_PB[decision.mode],
-        executor=EXECUTOR_TO_PB[decision.executor],
-        decode=ref_to_pb(decision.decode),
-        prefill=None if decision.prefill is None else ref_to_pb(decision.prefill),
-        probes=[probe_to_pb(probe) for probe in decision.probes],
-        overlap_blocks=decision.overlap_blocks,
-        decide_s=decide_s,
-        queued_s=decision.queued_s,
-    )
 
 
 def stream_error_to_pb(error: KvcError) -> admission_pb2.StreamError:
@@ -419,14 +261,3 @@ def stream_error_to_pb(error: KvcError) -> admission_pb2.StreamError:
 def stream_error_from_pb(pb: admission_pb2.StreamError) -> KvcError:
     """The typed error; a code that does not exist makes an `Internal`."""
     return error_for(_CODE_NAMES.get(pb.code, "UNKNOWN"), pb.message, field=pb.field, reason=pb.reason)
-
-
-_CODE_NAMES: Final[Mapping[int, str]] = {code.value[0]: code.name for code in grpc.StatusCode}
-
-
-def _known(names: Mapping[int, T], number: int, field: str) -> T:
-    """The core value of an enum number; 0 and numbers from the future have none."""
-    found = names.get(number)
-    if found is None:
-        raise InvalidField(f"must be one of {', '.join(map(str, names))}, is {number}", field=field)
-    return found
