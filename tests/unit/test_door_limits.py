@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,22 +13,8 @@ from tests.support.door_engine import CHUNKED, END, USAGE, Asked, Gate, chunk, g
 from tests.support.front import DEADLINE_S, HI, Front, chunked, front, get, post
 from tests.support.waiting import until
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
 BOTH_LOOPS = True
-
-
-@pytest.fixture
-async def door() -> AsyncIterator[Front]:
-    """A door with one worker."""
-    async with front() as made:
-        await made.worker()
-        yield made
-
-
-async def hangs(asked: Asked) -> None:
-    await asked.gone.wait()
+WORKERS = ("d0",)
 
 
 # ---- limits ----
@@ -68,12 +53,8 @@ async def test_a_prompt_that_is_too_long_is_413() -> None:
     """`requests.max_prompt_tokens` holds whichever way a prompt comes; one token is a byte here, and no worker is asked."""
     async with front(requests={"max_prompt_tokens": 100}) as door:
         await door.worker()
-        for prompt, status in (("x" * 100, 200), ("x" * 101, 413)):
-            wire = await door.client()
-            await wire.send(post(HI | {"prompt": prompt}, "/v1/completions"))
-            answer = await wire.response()
-            assert answer.status == status
-        assert answer.kind == "TOO_LARGE"
+        fits, long = [await door.ask(HI | {"prompt": "x" * size}, "/v1/completions") for size in (100, 101)]
+        assert (fits.status, long.status, long.kind) == (200, 413, "TOO_LARGE")
         assert len(door.engines["d0"].requests) == 1
         assert not door.door.exchanges
 
