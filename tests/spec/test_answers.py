@@ -47,20 +47,14 @@ def test_disp_8_an_admission_elsewhere(profile: str, pin: WorkerRef) -> None:
 
 def test_disp_9() -> None:
     """DISP-9: "a prefill worker that left is replaced, a yes from a life that is over is none"."""
-    sigma = mesh(prefill=2)
-    generator = begin(sigma)
-    next(generator)
-    sigma.apply(ev.WorkerLeft("P0"))
-    with pytest.raises(StopIteration) as stop:
-        generator.send(REMOTE)
-    assert stop.value.value.prefill == P[1]
-    sigma = mesh(prefill=1)
-    generator = begin(sigma)
-    next(generator)
-    sigma.apply(ev.WorkerLeft("P0"))
-    with pytest.raises(StopIteration) as stop:
-        generator.send(REMOTE)
-    assert (stop.value.value.prefill, stop.value.value.executor) == (None, Executor.LOCAL)
+    for prefill, chosen, executor in ((2, P[1], Executor.PREFILL), (1, None, Executor.LOCAL)):
+        sigma = mesh(prefill=prefill)
+        generator = begin(sigma)
+        next(generator)
+        sigma.apply(ev.WorkerLeft("P0"))
+        with pytest.raises(StopIteration) as stop:
+            generator.send(REMOTE)
+        assert (stop.value.value.prefill, stop.value.value.executor) == (chosen, executor)
     for answer in (YES, no()):
         sigma = mesh()
         generator = begin(sigma)

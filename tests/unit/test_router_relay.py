@@ -71,7 +71,8 @@ async def test_a_chunk_is_not_held_for_the_one_after_it() -> None:
     await told.aclose()
 
 
-async def test_the_end_is_not_held_back() -> None:
+async def held_back() -> tuple[Source, AsyncGenerator[list[int], None], asyncio.Future[list[int]]]:
+    """A source, its batches, and the second of them: it has an output and waits for more."""
     source = Source()
     told = batches(source.outputs(), 60.0)
     source.put(0)
@@ -80,6 +81,11 @@ async def test_the_end_is_not_held_back() -> None:
     held = asyncio.ensure_future(anext(told))
     await turns()
     assert not held.done()
+    return source, told, held
+
+
+async def test_the_end_is_not_held_back() -> None:
+    source, told, held = await held_back()
     source.put(2, None)
     assert await asyncio.wait_for(held, 5) == [1, 2]
     with pytest.raises(StopAsyncIteration):
@@ -87,14 +93,7 @@ async def test_the_end_is_not_held_back() -> None:
 
 
 async def test_an_error_comes_after_everything_before_it_and_is_not_held_back() -> None:
-    source = Source()
-    told = batches(source.outputs(), 60.0)
-    source.put(0)
-    await anext(told)
-    source.put(1)
-    held = asyncio.ensure_future(anext(told))
-    await turns()
-    assert not held.done()
+    source, told, held = await held_back()
     source.put(Unavailable("died"))
     assert await asyncio.wait_for(held, 5) == [1]
     with pytest.raises(Unavailable, match="died"):

@@ -81,10 +81,8 @@ async def test_a_long_message_still_arrives() -> None:
     assert error.message.startswith("\U0001f600")
 
 
-@pytest.mark.parametrize("method", ["Admit", "WatchResidency", "AdmitStream"])
-@pytest.mark.parametrize("body", [b"\xff\xff\xff", b"\x0a\x02\xff\xfe", b'{"turn": null}', b"\x0a\xff\xff\xff\xff\x0f"])
-async def test_bytes_that_are_no_message_are_an_invalid_argument(method: str, body: bytes, logged: io.StringIO) -> None:
-    """F76: malformed requests, truncated ones and strings that are no UTF-8 get INVALID_ARGUMENT on every kind of call."""
+def reading(method: str) -> Scripted:
+    """A servicer that answers every element of an AdmitStream."""
     servicer = Scripted()
 
     async def many(requests: Any, _context: Any) -> AsyncGenerator[Any]:
@@ -93,6 +91,14 @@ async def test_bytes_that_are_no_message_are_an_invalid_argument(method: str, bo
                 yield admission_pb2.AdmitStreamResponse()
 
     servicer.many = many
+    return servicer
+
+
+@pytest.mark.parametrize("method", ["Admit", "WatchResidency", "AdmitStream"])
+@pytest.mark.parametrize("body", [b"\xff\xff\xff", b"\x0a\x02\xff\xfe", b'{"turn": null}', b"\x0a\xff\xff\xff\xff\x0f"])
+async def test_bytes_that_are_no_message_are_an_invalid_argument(method: str, body: bytes, logged: io.StringIO) -> None:
+    """F76: malformed requests, truncated ones and strings that are no UTF-8 get INVALID_ARGUMENT on every kind of call."""
+    servicer = reading(method)
     if method == "Admit" and body == b"\x0a\x02\xff\xfe":
         body = b"\x32\x02\xff\xfe"  # field 6 of AdmitRequest is a string, field 1 is a message
     if method == "AdmitStream" and body == b"\x0a\x02\xff\xfe":
@@ -109,14 +115,7 @@ async def test_bytes_that_are_no_message_are_an_invalid_argument(method: str, bo
 @pytest.mark.parametrize("method", ["Admit", "WatchResidency", "AdmitStream"])
 async def test_a_message_at_the_limit_works_and_one_byte_more_is_one_clear_error(method: str, logged: io.StringIO) -> None:
     """F78: the error is not retryable, and the server goes on."""
-    servicer = Scripted()
-
-    async def many(requests: Any, _context: Any) -> AsyncGenerator[Any]:
-        if method == "AdmitStream":
-            async for _ in requests:
-                yield admission_pb2.AdmitStreamResponse()
-
-    servicer.many = many
+    servicer = reading(method)
     limit = 65536
     # Field 15 (unknown to every request type), length-delimited: tag 1 byte, length 3 bytes.
     size = limit - 4
