@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 from typing import TYPE_CHECKING
 
 from kvc.engine.link import Drain, Load
 from kvc.errors import DeadlineExceeded, Internal, KvcError, Unavailable, leaf
+from kvc.runtime.backoff import pause_s
 from kvc.runtime.logs import event
 from services.admission_agent.life import ADMIT, RESIDENCY, Life, accept
 from services.admission_agent.replies import load_of
@@ -41,7 +41,6 @@ class EngineConnection:
         config: AgentConfig,
         residency: Residency,
         on_change: Callable[[bool], None],
-        rng: random.Random | None = None,
     ) -> None:
         """Does nothing until `run`.
 
@@ -50,13 +49,11 @@ class EngineConnection:
             config: all settings.
             residency: fed with the engine's events.
             on_change: told whether there is a life whenever that changes.
-            rng: for the jitter of pauses.
         """
         self._connector = connector
         self._config = config
         self._residency = residency
         self._on_change = on_change
-        self._rng = rng or random.Random()  # noqa: S311 - jitter
         self._life: Life | None = None
         self._cause: KvcError = Unavailable("the engine has not been reached yet", reason=ENGINE_AWAY)
         self._dirty = asyncio.Event()
@@ -99,10 +96,8 @@ class EngineConnection:
             await asyncio.sleep(self._pause_s(in_a_row))
 
     def _pause_s(self, in_a_row: int) -> float:
-        """Full jitter: anything up to a bound that doubles with every failure in a row."""
         engine = self._config.engine
-        bound = min(engine.backoff_cap_s, engine.backoff_base_s * 2 ** min(in_a_row - 1, 32))
-        return self._rng.uniform(0.0, bound)
+        return pause_s(in_a_row, engine.backoff_base_s, engine.backoff_cap_s)
 
     def _note(self, cause: KvcError) -> None:
         """Remembers why there is no life; logs what is new."""

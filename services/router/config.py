@@ -27,7 +27,7 @@ class AgentsConfig:
     admit_timeout_s: float = setting(1.0, help="longest wait for one Admit", minimum=0.001, maximum=60.0)
     hedge_after_s: float = setting(0.25, help="ask once more for the same answer after this long; 0 = never", minimum=0.0, maximum=60.0)
     backoff_base_s: float = setting(
-        0.05, help="bound of the first pause before an agent is tried again; full jitter", minimum=0.001, maximum=60.0
+        0.05, help="bound of the first pause before an agent is tried again; jitter", minimum=0.001, maximum=60.0
     )
     backoff_cap_s: float = setting(1.0, help="longest pause before an agent is tried again", minimum=0.001, maximum=300.0)
     silence_s: float = setting(3.0, help="an agent that sends nothing for this long counts as gone", minimum=0.1, maximum=600.0)

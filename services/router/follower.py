@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from typing import TYPE_CHECKING
 
 import grpc
@@ -22,6 +21,7 @@ from kvc import wire
 from kvc.core import events as ev
 from kvc.core.blocks import unpack_hashes
 from kvc.errors import KvcError, Precondition, Unavailable, from_rpc_error
+from kvc.runtime.backoff import pause_s
 from kvc.runtime.config import ConfigError
 from kvc.runtime.logs import event
 from kvc.v1 import admission_pb2
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LEAST_PAUSE = 0.25
+"""The shortest pause, as a share of its bound: every try costs the agent a snapshot."""
 REQUIRED_OF_DECODE = ("admit", "residency")
 
 
@@ -99,8 +101,7 @@ class Follower:
             lasted_s = asyncio.get_running_loop().time() - began_s
             failures = 0 if self.followed.is_set() and lasted_s > self._config.backoff_cap_s else failures + 1
             self._lost(problem, refused=refused)
-            bound = min(self._config.backoff_cap_s, self._config.backoff_base_s * 2.0 ** min(failures, 16))
-            await asyncio.sleep(random.uniform(bound / 4, bound))  # noqa: S311 - spreads reconnects, guards nothing
+            await asyncio.sleep(pause_s(failures + 1, self._config.backoff_base_s, self._config.backoff_cap_s, least=LEAST_PAUSE))
 
     def _lost(self, problem: str, *, refused: bool) -> None:
         if self.followed.is_set() or self.why_not != problem:

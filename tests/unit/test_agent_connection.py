@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -43,7 +42,7 @@ class Rig:
         self.engine = engine
         self.residency = Residency(self.config.residency)
         self.changes: list[bool] = []
-        self.connection = EngineConnection(engine, self.config, self.residency, self.changes.append, random.Random(1))
+        self.connection = EngineConnection(engine, self.config, self.residency, self.changes.append)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[Rig]:
