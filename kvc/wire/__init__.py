@@ -6,14 +6,13 @@ message (`turn.session_id`). Values that leave come from the core and are truste
 
 from __future__ import annotations
 
-from kvc.wire.decisions import decision_to_pb, probe_from_pb, probe_to_pb
+from kvc.wire.decisions import decision_to_pb, probe_to_pb
 from kvc.wire.enums import (
     EXECUTOR_FROM_PB,
     EXECUTOR_TO_PB,
     MODE_FROM_PB,
     MODE_TO_PB,
     REASON_FROM_PB,
-    REASON_NAMES,
     REASON_TO_PB,
     ROLE_FROM_PB,
     ROLE_TO_PB,
@@ -40,7 +39,6 @@ __all__ = [
     "MODE_FROM_PB",
     "MODE_TO_PB",
     "REASON_FROM_PB",
-    "REASON_NAMES",
     "REASON_TO_PB",
     "ROLE_FROM_PB",
     "ROLE_TO_PB",
@@ -54,7 +52,6 @@ __all__ = [
     "load_to_pb",
     "outcome_from_pb",
     "outcome_to_pb",
-    "probe_from_pb",
     "probe_to_pb",
     "ref_from_pb",
     "ref_to_pb",

@@ -21,8 +21,6 @@ ROLE_FROM_PB: Final[Mapping[int, Role]] = {pb: role for role, pb in ROLE_TO_PB.i
 MODE_FROM_PB: Final[Mapping[int, Mode]] = {pb: mode for mode, pb in MODE_TO_PB.items()}
 EXECUTOR_FROM_PB: Final[Mapping[int, Executor]] = {pb: executor for executor, pb in EXECUTOR_TO_PB.items()}
 REASON_FROM_PB: Final[Mapping[int, Reason]] = {pb: reason for reason, pb in REASON_TO_PB.items()}
-REASON_NAMES: Final[Mapping[int, str]] = {pb: reason.value for pb, reason in REASON_FROM_PB.items()}
-"""Enum number -> the paper's string."""
 
 
 def known(names: Mapping[int, T], number: int, field: str) -> T:
