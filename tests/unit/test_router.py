@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,6 +15,9 @@ from kvc.errors import Exhausted, TooLarge
 from services.router.ports import EngineChunk, Result, Started
 from tests.support.fake_ports import kinds, no, ok, refusal, world
 from tests.support.mesh_server import until
+
+if TYPE_CHECKING:
+    from tests.support.fake_ports import Steps, World
 
 
 async def test_a_turn() -> None:
@@ -60,16 +64,22 @@ async def test_a_seed_on_prefill_and_decode() -> None:
         await made.check()
 
 
+def in_steps(made: World, prefill: str, decode: str) -> Steps:
+    """A seed on two workers whose halves wait for these steps."""
+    made.join("d0")
+    made.prefill()
+    made.admission.executor = Executor.PREFILL
+    steps = made.engines.steps
+    made.engines.prefills["http://p0"] = [prefill]
+    made.engines.streams["http://d0"] = [EngineChunk("a"), decode, *ok()]
+    steps.hold(prefill, decode)
+    return steps
+
+
 async def test_inflight_of_both_workers() -> None:
     """F57, F59: counted from the decision on, on prefill until its half is done."""
     async with world() as made:
-        made.join("d0")
-        made.prefill()
-        made.admission.executor = Executor.PREFILL
-        steps = made.engines.steps
-        made.engines.prefills["http://p0"] = ["half way"]
-        made.engines.streams["http://d0"] = [EngineChunk("a"), "rest", *ok()]
-        steps.hold("half way", "rest")
+        steps = in_steps(made, "half way", "rest")
         task = asyncio.create_task(made.run())
         await steps.reached("rest")
         workers = made.router.sigma.workers
@@ -132,13 +142,7 @@ async def test_room_for_many_wakes_all_of_them() -> None:
 async def test_the_end_of_a_prefill_lets_a_waiting_seed_try_again() -> None:
     """R15: the seed budget is free as soon as the KV has moved, long before the turn ends."""
     async with world() as made:
-        made.join("d0")
-        made.prefill()
-        made.admission.executor = Executor.PREFILL
-        steps = made.engines.steps
-        made.engines.prefills["http://p0"] = ["transfer"]
-        made.engines.streams["http://d0"] = [EngineChunk("a"), "decode", *ok()]
-        steps.hold("transfer", "decode")
+        steps = in_steps(made, "transfer", "decode")
         first = asyncio.create_task(made.result(made.request("one")))
         await steps.reached("decode")
         made.admission.answer = lambda _ask: no(Reason.SEED_BUDGET) if made.engines.live_prefills else None
