@@ -12,6 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from services.router.engines import LINGER_S, MAX_ROOM
 from services.router.ports import EngineCall, EngineChunk, EngineError
 
 if TYPE_CHECKING:
@@ -20,11 +21,8 @@ if TYPE_CHECKING:
     from kvc.core.types import Decision, WorkerInfo
     from services.router.ports import EnginePort
 
-MAX_ROOM = 2**63 - 1
 CAUSE_WAIT_S = 0.05
 """How long a decode worker's failure waits for the prefill worker's own words about it."""
-LINGER_S = 0.5
-"""How long a prefill worker may take to finish its reply after the decode worker is done: cutting it off would look like an abort."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvc.core import events as ev
-from services.router.door import halves
+from services.router.engines import LINGER_S
 from tests.support.door_engine import CHUNKED, END, USAGE, Asked, Gate, answers, breaks, chunk, closes, good, hangs, head, streams
 from tests.support.front import COMPLETED, DEADLINE_S, FAILED, HI, Front, front, post
 from tests.support.waiting import until
@@ -224,5 +224,5 @@ async def test_a_prefill_worker_that_ends_last_is_not_cut_off(door: Front) -> No
 async def test_a_prefill_worker_that_never_ends_is_cut_off_after_a_while(door: Front) -> None:
     p0, _ = await door.pair(hangs)
     assert (await door.ask()).status == 200
-    await until(lambda: p0.live == 0, halves.LINGER_S + 0.5, "it is cut off")
+    await until(lambda: p0.live == 0, LINGER_S + 0.5, "it is cut off")
     await door.check(1)

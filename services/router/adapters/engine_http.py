@@ -6,7 +6,6 @@ Engines must stream what is new in each event (SGLang: incremental streaming), n
 from __future__ import annotations
 
 import asyncio
-import errno
 import math
 from array import array
 from contextlib import aclosing, asynccontextmanager
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 import aiohttp
 import msgspec
 
+from services.router.engines import KEEP_ALIVE_S, OUT_OF_FILES, out_of_files
 from services.router.ports import EngineCall, EngineChunk, EngineError
 
 if TYPE_CHECKING:
@@ -26,10 +26,7 @@ MAX_EVENT_BYTES = 8 * 1024 * 1024
 MAX_ERROR_BYTES = 1 << 16
 DRAIN_S = 1.0
 """How long the rest of a reply, or the body of an error, may take."""
-KEEP_ALIVE_S = 4.0
-"""Idle connections are given up before engines do it (5 s in uvicorn): a request must not meet a connection that is just being closed."""
 _DONE = b"[DONE]"
-_OUT_OF_FILES = frozenset({errno.EMFILE, errno.ENFILE})
 
 U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0)]
@@ -124,8 +121,8 @@ class HttpEngines:
         try:
             response = await self._session.post(url, data=_body(call, stream=stream), headers=headers, allow_redirects=False)
         except aiohttp.ClientConnectorError as error:
-            if error.errno in _OUT_OF_FILES:
-                raise EngineError(503, "router-out-of-files", "the router has no file descriptor left for a connection") from error
+            if out_of_files(error):
+                raise EngineError(503, "router-out-of-files", OUT_OF_FILES) from error
             raise EngineError(0, "connection-refused", str(error), gone=True) from error
         except aiohttp.ServerTimeoutError as error:
             raise EngineError(0, "connect-timeout", str(error), gone=True) from error

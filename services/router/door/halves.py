@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Final
 
 from services.router.door.usage import TAIL_BYTES, aborted
+from services.router.engines import LINGER_S
 
 if TYPE_CHECKING:
     from services.router.door.client import Client
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
     from services.router.door.upstream import Connection, Pool
 
 MAX_ERROR_BYTES: Final = 1 << 20
-LINGER_S: Final = 0.5
-"""How long a prefill worker may take to finish its reply after the decode worker is done: cutting it off would look like an abort."""
 CONFLICT: Final = 409
 _RETRIED: Final = frozenset({CONFLICT, 429, 500, 502, 503, 504})
 _ERROR: Final = 400

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import time
 from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 from urllib.parse import urlsplit
 
 from services.router.door.framing import Body, FramingError, Head
+from services.router.engines import KEEP_ALIVE_S, OUT_OF_FILES, out_of_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
 
 MAX_HEAD_BYTES = 65_536
 MAX_HEADS_CACHED = 1024
-KEEP_ALIVE_S = 4.0
-"""Idle connections are given up before engines do it (5 s in uvicorn): a request must not meet a connection that is just being closed."""
 _END_OF_HEAD = b"\r\n\r\n"
 _OK = 200
-_OUT_OF_FILES = frozenset({errno.EMFILE, errno.ENFILE})
 
 Connected: TypeAlias = "Callable[[Connection | None, str, bool], None]"
 """Called with a connection; or with None, what was wrong, and whether that says the engine is gone."""
@@ -246,8 +243,8 @@ class Pool:
             async with asyncio.timeout(self._timeout_s):
                 await asyncio.get_running_loop().create_connection(lambda: connection, self._host, self._port, ssl=tls)
         except (OSError, UnicodeError) as error:
-            if isinstance(error, OSError) and error.errno in _OUT_OF_FILES:
-                use(None, "the router has no file descriptor left for a connection", False)  # noqa: FBT003 - by Connected
+            if isinstance(error, OSError) and out_of_files(error):
+                use(None, OUT_OF_FILES, False)  # noqa: FBT003 - by Connected
             else:
                 use(None, str(error) or type(error).__name__, True)  # noqa: FBT003 - by Connected
             return
