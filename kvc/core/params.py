@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 Profile = Literal["default", "paper"]
 
@@ -80,7 +80,45 @@ class Params:
     backoff_cap_s: float = 1.0
     ticket_ttl_s: float = 5.0
 
+    def __post_init__(self) -> None:
+        """Checks the numbers, whoever sets them: the router, an engine, a test.
 
+        Raises:
+            ValueError: one is out of its range; leads with its name.
+        """
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise ValueError(f"{name}: {value} is out of range: {low:g} to {high:g}")
+        for name in ("rho", "ticket_ttl_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}: {getattr(self, name)} is out of range: above 0")
+
+
+_TOKENS = (0, 2**31 - 1)
+_SECONDS = (0, 86_400)
+_WEIGHT = (0, 1e9)
+_RANGES: Final[dict[str, tuple[float, float]]] = {
+    "block_tokens": (1, 4096),
+    "alpha": _WEIGHT,
+    "tau_reject": (1, 2**31 - 1),
+    "tau_append_tokens": _TOKENS,
+    "rho": (0, 1),
+    "epsilon": (0, 2**31 - 1),
+    "shared_after": (0, 2**31 - 1),
+    "load_floor_bonus": _WEIGHT,
+    "seed_budget": (0, 2**31 - 1),
+    "retry_after_s": _SECONDS,
+    "interference": _WEIGHT,
+    "transfer_overhead_s": _SECONDS,
+    "inflight_weight": _WEIGHT,
+    "queue_limit": (0, 2**31 - 1),
+    "queue_wait_s": _SECONDS,
+    "ageing_tokens_per_s": _WEIGHT,
+    "backoff_base_s": _SECONDS,
+    "backoff_cap_s": _SECONDS,
+    "ticket_ttl_s": _SECONDS,
+}
 _PAPER: dict[str, Any] = {
     "profile": "paper",
     "paper_epsilon": True,
@@ -103,7 +141,7 @@ def params_for(profile: Profile, **overrides: Any) -> Params:
     """The parameters of a profile with single rulings overridden.
 
     Raises:
-        ValueError: unknown profile, unknown field.
+        ValueError: unknown profile, unknown field, a number out of its range.
     """
     if profile not in ("default", "paper"):
         msg = f"profile: {profile!r} is neither 'default' nor 'paper'"

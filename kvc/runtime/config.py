@@ -215,8 +215,11 @@ def _build(cls: type[T], path: tuple[str, ...], values: dict[tuple[str, ...], An
             arguments[field.name] = _build(hints[field.name], here, values)
     try:
         return cls(**arguments)
-    except ValueError as error:  # a section's __post_init__ checks what concerns several settings
-        raise ConfigError(f"{'.'.join(path)}: {error}" if path else str(error)) from None
+    except ValueError as error:  # a section's __post_init__ checks what the fields themselves do not say
+        name, named, why = str(error).partition(": ")
+        own = (name,) if named and name in arguments else ()
+        where = ".".join((*path, *own))
+        raise ConfigError(f"{where}: {why if own else error}" if where else str(error)) from None
 
 
 def _value_at(config: Any, path: list[str]) -> Any:

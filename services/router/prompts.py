@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from kvc.v1 import router_pb2
 
 MAX_TOKEN_ID = 2**31 - 1
+MAX_NEW_TOKENS = 1_048_576
+"""Longest reply that a request may ask for."""
 
 
 def tokens_of(request: router_pb2.DispatchRequest | router_pb2.RouteRequest, max_tokens: int) -> bytes:
@@ -28,14 +30,14 @@ def tokens_of(request: router_pb2.DispatchRequest | router_pb2.RouteRequest, max
     if kind == "input_ids":
         _bounded(len(request.input_ids.ids), max_tokens, kind)
         packed = pack_tokens(request.input_ids.ids[:])
-        if not _ids_in_range(packed):
+        if not ids_in_range(packed):
             raise InvalidField(f"token ids must be at most {MAX_TOKEN_ID}", field="input_ids.ids")
     elif kind == "packed_input_ids":
         packed = request.packed_input_ids
         if len(packed) % TOKEN_BYTES:
             raise InvalidField(f"{len(packed)} bytes is no multiple of {TOKEN_BYTES}", field="packed_input_ids")
         _bounded(len(packed) // TOKEN_BYTES, max_tokens, kind)
-        if not _ids_in_range(packed):
+        if not ids_in_range(packed):
             raise InvalidField(f"token ids must be at most {MAX_TOKEN_ID}", field="packed_input_ids")
     elif kind == "text":
         _bounded(len(request.text), max_tokens, kind)  # a character is at least one token
@@ -53,7 +55,7 @@ def _bounded(tokens: int, max_tokens: int, field: str) -> None:
         raise TooLarge(f"at least {tokens} tokens are more than the {max_tokens} that are taken", field=field)
 
 
-def _ids_in_range(packed: bytes) -> bool:
+def ids_in_range(packed: bytes) -> bool:
     """True when no id is above MAX_TOKEN_ID: its top byte would be above 0x7F."""
     return packed[TOKEN_BYTES - 1 :: TOKEN_BYTES].isascii()
 

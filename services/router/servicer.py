@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from services.router.ports import Output, Result
     from services.router.router import Router
 
-MAX_NEW_TOKENS = 1_048_576
 DEFAULT_NEW_TOKENS = 128
 MAX_TEMPERATURE = 2.0
 MARGIN_S = 0.05
@@ -96,7 +95,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         limits = self._router.config.requests
         checks.session_id(pb.session_id)
         checks.identifier(pb.request_id, "request_id", empty=True)
-        checks.count(pb.max_new_tokens, "max_new_tokens", 0, MAX_NEW_TOKENS)
+        checks.count(pb.max_new_tokens, "max_new_tokens", 0, prompts.MAX_NEW_TOKENS)
         if not 0.0 <= pb.temperature <= MAX_TEMPERATURE:
             raise InvalidField(f"must be 0 to {MAX_TEMPERATURE}, is {pb.temperature}", field="temperature")
         tokens = prompts.tokens_of(pb, limits.max_prompt_tokens)

@@ -27,6 +27,23 @@ def test_unknown_names_are_refused_by_name(profile: Any, overrides: dict[str, An
         params_for(profile, **overrides)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rho", 0.0),
+        ("rho", 1.5),
+        ("rho", float("nan")),
+        ("ticket_ttl_s", 0.0),
+        ("alpha", -1.0),
+        ("epsilon", -1),
+        ("queue_wait_s", float("inf")),
+    ],
+)
+def test_a_number_out_of_its_range_is_refused_by_name(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: .* is out of range"):
+        params_for("default", **{name: value})
+
+
 def shown(value: object) -> str:
     """A value as the table writes it."""
     if isinstance(value, bool) or value is None:

@@ -60,12 +60,8 @@ class EngineConfig:
         """Checks what concerns several settings.
 
         Raises:
-            ValueError: a parameter of Admit is out of range, or nothing fits into the pool.
+            ValueError: nothing fits into the pool.
         """
-        if not 0.0 < self.params.rho <= 1.0:
-            raise ValueError(f"params.rho: {self.params.rho} is out of range: above 0, at most 1")
-        if not self.params.ticket_ttl_s > 0.0:
-            raise ValueError(f"params.ticket_ttl_s: {self.params.ticket_ttl_s} is out of range: above 0")
         usable = int(self.params.rho * (self.kv_tokens // self.page_tokens * self.page_tokens)) // self.page_tokens * self.page_tokens
         if usable < 2:  # noqa: PLR2004 - one token of prompt and one of output
             raise ValueError(f"kv_tokens: {self.kv_tokens} tokens leave no page of {self.page_tokens} within rho = {self.params.rho}")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvc.runtime.config import setting
+from services.router.prompts import MAX_NEW_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,7 @@ class DoorConfig:
     admission: Literal["stream", "unary", "off"] = setting(
         "stream", help="how workers are asked; off: the router's own copy of their numbers decides"
     )
-    default_output_tokens: int = setting(1024, help="reserved for a reply whose request sets no limit", minimum=1, maximum=1_048_576)
+    default_output_tokens: int = setting(1024, help="reserved for a reply whose request sets no limit", minimum=1, maximum=MAX_NEW_TOKENS)
     max_requests: int = setting(8192, help="requests in flight", minimum=1, maximum=1_000_000)
     max_conversations: int = setting(100_000, help="conversations remembered", minimum=1, maximum=100_000_000)
     max_head_bytes: int = setting(65_536, help="longest request head", minimum=1024, maximum=1 << 24)

@@ -10,6 +10,7 @@ import xxhash
 from kvc import checks
 from kvc.core.blocks import pack_tokens
 from kvc.errors import InvalidField
+from services.router.prompts import MAX_NEW_TOKENS, MAX_TOKEN_ID, ids_in_range
 
 if TYPE_CHECKING:
     from collections.abc import Container
@@ -23,8 +24,6 @@ COMPLETIONS: Final = b"/v1/completions"
 GENERATE: Final = b"/generate"
 MESSAGES: Final = b"/v1/messages"
 ROUTED: Final = frozenset({CHAT, COMPLETIONS, GENERATE, MESSAGES})
-MAX_OUTPUT_TOKENS = 1_048_576
-MAX_TOKEN_ID = 2**31 - 1
 MAX_GROUP_BYTES = 512
 
 # Not passed on to engines: what concerns only this connection, and what the door writes itself.
@@ -151,7 +150,7 @@ def _packed(ids: list[object], raw: bytes, name: str) -> bytes:
         data = pack_tokens(cast("list[int]", ids))
     except (TypeError, OverflowError):
         raise refused from None
-    if not data[3::4].isascii() or b"e" in raw:  # of true or false, which Python takes for numbers; integers have none
+    if not ids_in_range(data) or b"e" in raw:  # of true or false, which Python takes for numbers; integers have none
         raise refused
     return data
 
@@ -166,12 +165,12 @@ def output_tokens_of(request: HttpRequest, payload: Payload, default: int) -> in
         wanted = payload.inner("sampling_params").get("max_new_tokens") if "sampling_params" in payload.fields else None
         if wanted is None:
             return default
-        if isinstance(wanted, bool) or not isinstance(wanted, int) or not 0 <= wanted <= MAX_OUTPUT_TOKENS:
-            raise InvalidField(f"must be an integer from 0 to {MAX_OUTPUT_TOKENS}", field="sampling_params.max_new_tokens")
+        if isinstance(wanted, bool) or not isinstance(wanted, int) or not 0 <= wanted <= MAX_NEW_TOKENS:
+            raise InvalidField(f"must be an integer from 0 to {MAX_NEW_TOKENS}", field="sampling_params.max_new_tokens")
         return wanted
     for name in ("max_completion_tokens", "max_tokens"):
         if name in payload.fields:
-            wanted = payload.count(name, 0, MAX_OUTPUT_TOKENS)
+            wanted = payload.count(name, 0, MAX_NEW_TOKENS)
             if wanted is not None:
                 return wanted
     return default
