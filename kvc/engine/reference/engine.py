@@ -12,6 +12,7 @@ import xxhash
 from kvc.core.blocks import chain_seed
 from kvc.core.types import WorkerRef
 from kvc.engine import kvvalue
+from kvc.engine.hop import HOP_PREFIX
 from kvc.engine.reference.admission import TICKET_PREFIX, AdmissionDesk
 from kvc.engine.reference.bootstrap import BootstrapServer
 from kvc.engine.reference.clock import VirtualClock
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from kvc.core.params import Params
     from kvc.engine import link
+    from kvc.engine.reference.admission import Ticket
     from kvc.engine.reference.config import EngineConfig
     from kvc.engine.reference.request import Request
     from kvc.runtime.clock import Clock
@@ -102,9 +104,10 @@ class Engine:
             raise Unavailable("the engine is stopping", reason="STOPPING")
         self._check(request)
         self.desk.expire()
+        ticket = self._ticket(request)
         self.inflight[request.rid] = request
         try:
-            self._place(request)
+            self._place(request, ticket)
         except KvcError:
             del self.inflight[request.rid]
             raise
@@ -212,13 +215,20 @@ class Engine:
         except TimeoutError:
             return
 
-    def _place(self, request: Request) -> None:
+    def _ticket(self, request: Request) -> Ticket | None:
+        """The ticket that a request arrives with or is given on arrival; None for a plain one."""
+        if request.rid.startswith(HOP_PREFIX):
+            return self.desk.admit_on_arrival(request)
+        if request.rid.startswith(TICKET_PREFIX) and self.config.role != "prefill":
+            return self.desk.arrive(request.rid, request.session_id)
+        return None
+
+    def _place(self, request: Request, ticket: Ticket | None) -> None:
         if self.config.role == "prefill":
             request.session_id = ""  # sessions live where they are decoded
             self.bootstrap.enter(request)
             return
-        if request.rid.startswith(TICKET_PREFIX):
-            ticket = self.desk.arrive(request.rid, request.session_id)
+        if ticket is not None:
             request.session_id = ticket.session_id
             try:
                 self.scheduler.submit_admitted(request, ticket.lease)
@@ -236,6 +246,11 @@ class Engine:
             raise InvalidField("a prefill engine needs bootstrap_host, bootstrap_port and bootstrap_room", field="bootstrap_room")
         if role == "monolithic" and request.bootstrap is not None:
             raise InvalidField("a monolithic engine takes no KV from others", field="bootstrap_room")
+        if request.rid.startswith(HOP_PREFIX):
+            # Its rid is checked with the tickets, and its size is Admit's to judge.
+            if request.bootstrap is not None:
+                raise InvalidField("a request that asks for its own admission takes no KV from others", field="bootstrap_room")
+            return
         if request.rid in self.inflight:
             raise RidInUse("a request with this rid is in flight", field="rid")
         if request.input_tokens > self.max_input_tokens:

@@ -6,6 +6,7 @@ TICKET_EXPIRED     409  the rid is a ticket that is unknown, expired or released
 TICKET_USED        409  the rid is a ticket that another request arrived with
 TICKET_EXCEEDED    409  the request needs more than its ticket reserved, and there is no more
 TICKET_MISMATCH    409  the rid is another session's ticket
+HOP_REFUSED        409  the request asked for its own admission (kvc.engine.hop) and is not taken; `kvc` in the body says why
 RID_IN_USE         409  another request with this rid is in flight
 ROOM_IN_USE        409  another request with this bootstrap room is in flight
 UNKNOWN_ROOM       504  the prefill engine never got a request for the room
@@ -22,6 +23,8 @@ STOPPING           503  the engine is shutting down
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvc.errors import AlreadyExists, DeadlineExceeded, Exhausted, InvalidField, Precondition, Unavailable
 
 
@@ -29,6 +32,22 @@ class TicketError(Precondition):
     """The rid is a ticket that does not admit this request."""
 
     http_status = 409
+
+
+class HopRefused(Precondition):
+    """The request asked for its own admission on arrival and is not taken: an answer, not a failure.
+
+    Attributes:
+        answer: the `kvc` object of the reply (kvc.engine.hop).
+    """
+
+    http_status = 409
+    reason = "HOP_REFUSED"
+
+    def __init__(self, answer: dict[str, Any]) -> None:
+        """Says why, in words and in the answer."""
+        super().__init__(f"not admitted on arrival: {answer['reason']}", field="rid", retry_after_s=answer["retry_after_s"])
+        self.answer = answer
 
 
 class RidInUse(AlreadyExists):

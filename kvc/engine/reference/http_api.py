@@ -14,6 +14,7 @@ from aiohttp import web
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
 from kvc.engine.reference import schema
+from kvc.engine.reference.faults import HopRefused
 from kvc.engine.reference.messages_api import MESSAGES_PATH, MessagesShape
 from kvc.engine.reference.openai_api import ChatShape, CompletionShape
 from kvc.engine.reference.replies import DataEvents, error_body, meta_info, pieces
@@ -149,6 +150,7 @@ class HttpApi:
         if not self._telemetry.enabled:
             yield lambda: None
             return
+        refusal: HopRefused | None = None
         context = context_from(http.headers.get("traceparent", ""))
         with self._telemetry.tracer.start_as_current_span("engine.request", context, SpanKind.SERVER) as span:
 
@@ -170,7 +172,13 @@ class HttpApi:
                     }
                 )
 
-            yield finish
+            try:
+                yield finish
+            except HopRefused as error:  # an answer: the span is no failed one
+                span.set_attribute("kvc.refused", error.answer["reason"])
+                refusal = error
+        if refusal is not None:
+            raise refusal
 
     async def _models(self, _http: web.Request) -> web.Response:
         model = self._engine.config.model
@@ -288,10 +296,10 @@ def _json(body: Any, status: int = 200) -> web.Response:
 
 
 def _failure(error: KvcError, path: str) -> web.Response:
-    if path == MESSAGES_PATH:
-        response = web.Response(body=messages_body(error), status=error.http_status, content_type=JSON)
-    else:
-        response = _json(error_body(error), error.http_status)
+    body = msgspec.json.decode(messages_body(error)) if path == MESSAGES_PATH else error_body(error)
+    if isinstance(error, HopRefused):
+        body["kvc"] = error.answer
+    response = _json(body, error.http_status)
     if error.retry_after_s:
         response.headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
     return response

@@ -11,6 +11,7 @@ from kvc import checks
 from kvc.core.types import WorkerInfo
 from kvc.engine import link
 from kvc.engine.convert import facts_to_link, info_to_welcome
+from kvc.engine.hop import HOP_CAPABILITY
 from kvc.errors import Precondition
 from kvc.runtime.telemetry import context_from
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from kvc.runtime.telemetry import Telemetry
 
 MAX_SESSIONS = 10_000
+SESSION_CAPABILITIES = ("admit", "release", "residency", "local-append", HOP_CAPABILITY)
 
 
 class LinkDesk:
@@ -92,7 +94,7 @@ class LinkDesk:
             transfer_tokens_per_s=config.costs.transfer_tokens_per_s,
             hash_seed=engine.hash_seed,
             max_input_tokens=engine.max_input_tokens,
-            capabilities=("admit", "release", "residency", "local-append") if config.worker_role.keeps_sessions else ("residency",),
+            capabilities=SESSION_CAPABILITIES if config.worker_role.keeps_sessions else ("residency",),
         )
         return info_to_welcome(info)
 

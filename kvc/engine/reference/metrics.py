@@ -81,4 +81,8 @@ class _States(Collector):
         yield requests
         yield GaugeMetricFamily("kvc_engine_tickets", "open tickets", value=len(engine.desk.tickets))
         yield GaugeMetricFamily("kvc_engine_sessions", "session records", value=len(engine.sessions))
+        hops = CounterMetricFamily("kvc_engine_hops", "requests that asked for their own admission, by outcome", labels=["outcome"])
+        for outcome, count in engine.desk.hops.items():
+            hops.add_metric([outcome], count)
+        yield hops
         yield CounterMetricFamily("kvc_engine_evicted_tokens", "KV evicted", value=pool.evicted_pages * page)

@@ -38,6 +38,7 @@ class Residency:
         self._tree = tree
         self._blocks = Reblocker(block_tokens, seed)
         self.block_tokens = block_tokens
+        self.seed = seed
         self._outbox: list[link.Change] = []
 
     def match(self, chain: array[int], limit_tokens: int) -> tuple[Node, int]:
