@@ -3,42 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import msgspec
 import pytest
 
 from kvc.engine.link_io import LinkClient
 from kvc.engine.reference.main import run
-from tests.support.engines import config, numbers, serving
+from tests.support.engines import config, engine_process, numbers, serving
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from tests.support.engines import Answer
-
-
-@contextlib.asynccontextmanager
-async def engine_process(*flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, dict[str, Any]]]:
-    """`kvc engine` as a process, and what its log says of where it is."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "kvc.engine.reference.main", "--preset", "tiny", *flags, stderr=asyncio.subprocess.PIPE
-    )
-    assert process.stderr is not None
-    try:
-        async with asyncio.timeout(20):
-            line: dict[str, Any] = {}
-            while line.get("event") != "engine_ready":
-                line = msgspec.json.decode(await process.stderr.readline())
-        yield process, line
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
 
 
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGTERM])

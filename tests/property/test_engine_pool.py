@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import random
+from typing import Literal
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvc.core.blocks import hash_chain, pack_hashes, pack_tokens
 from kvc.core.params import params_for
+from kvc.core.types import Attempt
 from kvc.engine import kvvalue, link
+from kvc.engine.hop import hop_rid
 from kvc.engine.reference.engine import Engine
+from kvc.engine.reference.faults import HopRefused
 from kvc.engine.reference.request import Phase, Request
 from kvc.errors import KvcError
 from kvc.runtime.clock import ManualClock
@@ -22,16 +27,17 @@ SESSIONS = 4
 class Driver:
     """Drives an engine by hand: no loop, no sockets, time by hand."""
 
-    def __init__(self, seed: int, page: int) -> None:
+    def __init__(self, seed: int, page: int, profile: Literal["paper", "default"] = "default") -> None:
         self.random = random.Random(seed)
         self.wall = ManualClock()
         settings_ = config(kv_tokens=600, page_tokens=page, block_tokens=8, chunk_tokens=64, queue_limit=5, max_running_requests=6)
-        self.engine = Engine(settings_, params_for("default", block_tokens=8, tau_append_tokens=100, ticket_ttl_s=3.0), self.wall)
+        self.engine = Engine(settings_, params_for(profile, block_tokens=8, tau_append_tokens=100, ticket_ttl_s=3.0), self.wall)
         self.history: dict[str, list[int]] = {}
         self.open: list[Request] = []
         self.admitted: list[tuple[str, str, list[int], int]] = []
         self.count = 0
         self.checked = 0
+        self.hops: dict[str, int] = {}
 
     def prompt(self, session: str) -> list[int]:
         before = self.history.get(session, [])
@@ -40,12 +46,50 @@ class Driver:
         return before + [self.random.randint(1, 50) for _ in range(self.random.randint(1, 60))]
 
     def admit(self) -> None:
-        session, self.count = f"s{self.random.randrange(SESSIONS)}", self.count + 1
+        session = f"s{self.random.randrange(SESSIONS)}"
         ids, reserve = self.prompt(session), self.random.randint(1, 40)
-        chain = hash_chain(pack_tokens(ids), 8, self.engine.hash_seed)
-        answer = self.engine.desk.admit(link.Admit(f"r{self.count}", 0, session, 0, len(ids), reserve, pack_hashes(chain)))
+        answer = self.ask(session, ids, reserve, known_session=False)
         if isinstance(answer, link.Admitted):
             self.admitted.append((answer.ticket, session, ids, reserve))
+
+    def ask(self, session: str, ids: list[int], reserve: int, *, known_session: bool) -> link.Admitted | link.Refused:
+        self.count += 1
+        chain = pack_hashes(hash_chain(pack_tokens(ids), 8, self.engine.hash_seed))
+        new = max(0, len(ids) - len(self.history.get(session, [])))
+        return self.engine.desk.admit(link.Admit(f"r{self.count}", 0, session, 0, len(ids), reserve, chain, known_session, new))
+
+    def hop(self) -> None:
+        """R8: a request that asks for its own admission is taken if and only if Admit says Direct at that moment."""
+        session = f"s{self.random.randrange(SESSIONS)}"
+        ids, count = self.prompt(session), self.random.randint(1, 40)
+        self.engine.desk.expire()
+        self.engine.scheduler.start_waiting()
+        answer = self.ask(session, ids, count, known_session=True)
+        if isinstance(answer, link.Admitted):
+            self.engine.desk.release(answer.ticket)
+        before = self.books()
+        request = Request(
+            hop_rid(self.engine.identity.epoch, Attempt(f"r{self.count}", 1)), pack_tokens(ids), count, kvvalue.IDS_VOCAB, session
+        )
+        refused = None
+        try:
+            self.engine.submit(request)
+        except HopRefused as error:
+            refused = error.answer
+        if refused is None:
+            self.open.append(request)
+        else:
+            assert refused["append_tokens"] == len(ids) - answer.facts.matched_tokens
+            assert self.books() == before, "a refusal holds nothing"
+        outcome = "direct" if refused is None else refused["reason"]
+        expected = answer.reason if isinstance(answer, link.Refused) else answer.mode
+        assert outcome == (expected if expected == "direct" or isinstance(answer, link.Refused) else "not-direct")
+        self.hops[outcome] = self.hops.get(outcome, 0) + 1
+
+    def books(self) -> object:
+        pool, sessions = self.engine.pool, self.engine.sessions
+        owners = [sessions.owner(f"s{index}") for index in range(SESSIONS)]
+        return pool.used_pages, pool.leases, len(self.engine.inflight), list(self.engine.desk.tickets), owners
 
     def arrive(self) -> None:
         if self.admitted:
@@ -132,14 +176,19 @@ class Driver:
         assert not any(self.engine.sessions.owner(f"s{index}") for index in range(SESSIONS))
 
 
-OPERATIONS = ("admit", "admit", "arrive", "arrive", "plain", "step", "step", "step", "release", "abort", "expire", "flush")
+OPERATIONS = ("admit", "admit", "arrive", "arrive", "plain", "step", "step", "step", "release", "abort", "expire", "flush", "hop", "hop")
 
 
 @settings(max_examples=150)
-@given(seed=st.integers(0, 2**32), page=st.sampled_from([1, 4, 16]), steps=st.lists(st.sampled_from(OPERATIONS), min_size=5, max_size=60))
-def test_books_balance_after_any_operations(seed: int, page: int, steps: list[str]) -> None:
+@given(
+    seed=st.integers(0, 2**32),
+    page=st.sampled_from([1, 4, 16]),
+    profile=st.sampled_from(["paper", "default"]),
+    steps=st.lists(st.sampled_from(OPERATIONS), min_size=5, max_size=60),
+)
+def test_books_balance_after_any_operations(seed: int, page: int, profile: Literal["paper", "default"], steps: list[str]) -> None:
     """F18, F58, F69 at the level of one engine: no order of events leaks memory, over-commits, wedges, or answers wrongly."""
-    driver = Driver(seed, page)
+    driver = Driver(seed, page, profile)
     for name in steps:
         getattr(driver, name)()
         driver.reap()
@@ -158,3 +207,16 @@ def test_long_random_run_reuses_and_evicts() -> None:
     driver.finish()
     assert driver.checked > 200
     assert driver.engine.pool.evicted_pages > 50
+
+
+@pytest.mark.parametrize("profile", ["paper", "default"])
+def test_a_hop_is_decided_as_an_admit_is(profile: Literal["paper", "default"]) -> None:
+    """R8: 1,500 operations; both answers and most reasons occur, and each is what Admit says at that moment."""
+    driver = Driver(seed=3, page=16, profile=profile)
+    choose = random.Random(8)
+    for _ in range(1500):
+        getattr(driver, choose.choice(("hop", "hop", "admit", "arrive", "plain", "step", "step", "abort", "expire")))()
+        driver.check()
+    driver.finish()
+    assert driver.hops == {name: count for name, count in driver.engine.desk.hops.items() if count}
+    assert {"direct", "not-direct", "session-busy", "no-d-capacity"} <= set(driver.hops), driver.hops

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -136,6 +137,25 @@ async def serving(settings: EngineConfig, params: Params | None = None) -> Async
             client = await LinkClient.connect(settings.link_path)
             stack.push_async_callback(client.close)
         yield EngineUnderTest(running, http, client)
+
+
+@asynccontextmanager
+async def engine_process(*flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, dict[str, Any]]]:
+    """`kvc engine` as a process, and what its log says of where it is."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "kvc.engine.reference.main", "--preset", "tiny", *flags, stderr=asyncio.subprocess.PIPE
+    )
+    assert process.stderr is not None
+    try:
+        async with asyncio.timeout(20):
+            line: dict[str, Any] = {}
+            while line.get("event") != "engine_ready":
+                line = msgspec.json.decode(await process.stderr.readline())
+        yield process, line
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
 
 
 class Pair:
