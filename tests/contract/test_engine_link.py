@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvc.core.params import params_for
+from kvc.engine.hop import HOP_CAPABILITY
 from services.admission_agent.adapters.engine_link import SocketConnector
 from tests.contract.engine_link_suite import EngineLinkSuite
 from tests.support import engines
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from services.admission_agent.ports import EngineLink
+    from tests.contract.engine_link_suite import Talk
 
 
 class ReferenceEngine:
@@ -59,3 +61,6 @@ class TestReferenceEngine(EngineLinkSuite):
         await one.start()
         yield one
         await one.stop()
+
+    async def test_it_admits_on_arrival(self, talk: Talk) -> None:
+        assert HOP_CAPABILITY in talk.info.capabilities

@@ -19,6 +19,7 @@ import pytest
 from kvc import wire
 from kvc.core.blocks import chain_seed, hash_chain, pack_tokens
 from kvc.core.types import Admission, Attempt, Reason, Rejection, Turn, WorkerRef
+from kvc.engine.hop import HOP_CAPABILITY
 from kvc.engine.reference.config import EngineConfig as ReferenceConfig
 from kvc.errors import Unavailable, from_rpc_error
 from kvc.runtime.channel import channel
@@ -146,6 +147,7 @@ async def serving_epoch(stub: admission_pb2_grpc.AdmissionServiceAsyncStub) -> i
             response = await stub.GetWorker(admission_pb2.GetWorkerRequest(), timeout=2.0)
         except grpc.aio.AioRpcError as error:
             raise AssertionError(str(from_rpc_error(error))) from error
+        assert HOP_CAPABILITY in response.info.capabilities, "what the engine can do reaches the router"
         return response.info.worker.epoch
 
     return await eventually(worker, WAIT_S)

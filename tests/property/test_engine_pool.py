@@ -59,7 +59,7 @@ class Driver:
         return self.engine.desk.admit(link.Admit(f"r{self.count}", 0, session, 0, len(ids), reserve, chain, known_session, new))
 
     def hop(self) -> None:
-        """R8: a request that asks for its own admission is taken if and only if Admit says Direct at that moment."""
+        """TICKET-5: a request that asks for its own admission is taken if and only if Admit says Direct at that moment."""
         session = f"s{self.random.randrange(SESSIONS)}"
         ids, count = self.prompt(session), self.random.randint(1, 40)
         self.engine.desk.expire()
@@ -211,7 +211,7 @@ def test_long_random_run_reuses_and_evicts() -> None:
 
 @pytest.mark.parametrize("profile", ["paper", "default"])
 def test_a_hop_is_decided_as_an_admit_is(profile: Literal["paper", "default"]) -> None:
-    """R8: 1,500 operations; both answers and most reasons occur, and each is what Admit says at that moment."""
+    """TICKET-5: 1,500 operations; both answers and most reasons occur, and each is what Admit says at that moment."""
     driver = Driver(seed=3, page=16, profile=profile)
     choose = random.Random(8)
     for _ in range(1500):
