@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import aiohttp
 import msgspec
@@ -14,6 +16,8 @@ from kvc.engine import link
 from kvc.engine.hop import HOP_CAPABILITY, HOP_REFUSED, hop_rid
 from kvc.engine.link_io import LinkClient
 from kvc.engine.reference.request import Phase
+from kvc.runtime.telemetry import TelemetryConfig
+from tests.support.collector import collector
 from tests.support.engines import BASELINE, SLOW, config, engine_process, numbers, serving, until
 
 if TYPE_CHECKING:
@@ -247,3 +251,17 @@ async def test_hops_of_one_session_at_once_never_share_a_turn() -> None:
         assert {answer.body["kvc"]["reason"] for answer in answers if answer.status != 200} <= {"session-busy"}
         assert (await hops(subject)).get("session-busy", 0.0) == len(answers) - len(taken)
         await subject.idle()
+
+
+async def test_a_refused_hop_is_no_failed_span() -> None:
+    """A refusal is an answer: its span has the reason and no error."""
+    parent = f"00-{'ab' * 16}-{'cd' * 8}-01"
+    with mock.patch.dict(os.environ, {"OTEL_BSP_SCHEDULE_DELAY": "50"}):
+        async with collector() as spans, serving(config(telemetry=TelemetryConfig(endpoint=spans.target))) as subject:
+            body = BODIES["/generate"] | {"session_id": "s", "rid": rid(subject)}
+            async with subject.http.post(subject.url + "/generate", json=body, headers={"traceparent": parent}) as response:
+                assert response.status == 409
+            await until(lambda: bool(spans.spans))
+            (span,) = spans.spans
+            assert (span.name, span.error, span.events) == ("engine.request", None, ())
+            assert span.attributes == {"kvc.refused": "not-direct"}
