@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
+CALLER_GONE_S = 5.0
+"""Longest time between a write that failed and the word that its caller has gone."""
 _MALFORMED = object()
 
 
@@ -183,7 +185,10 @@ async def _abort(error: BaseException, context: Context, method: str) -> None:
     if isinstance(cause, asyncio.CancelledError) and _is_cancelled():
         raise cause  # the caller went away
     if isinstance(cause, grpc.aio.BaseError) and not isinstance(cause, grpc.aio.UsageError):
-        raise cause  # the call ended under our hands; gRPC tells a vanished caller from a fault of its own
+        # The call ended under our hands. When the caller has gone, gRPC cancels this task, but on a busy machine the failed write is
+        # told first; gRPC would take that for a fault of its own.
+        await asyncio.sleep(CALLER_GONE_S)
+        raise cause
     if not isinstance(cause, KvcError):
         incident = secrets.token_hex(6)
         event(logger, "internal_error", level=logging.ERROR, error=error, incident=incident, method=method)

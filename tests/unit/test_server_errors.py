@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -11,6 +12,7 @@ import grpc.aio
 import pytest
 
 from kvc.errors import Exhausted, Internal, InvalidField, NotFound, Precondition, TooLarge, from_rpc_error
+from kvc.runtime import interceptors
 from kvc.runtime.server import ServerConfig
 from kvc.v1 import admission_pb2, types_pb2
 from tests.support.mesh_calls import CALLS, TIMEOUT_S, failing, failure, raw_call, stub_of, unary_call
@@ -141,6 +143,59 @@ async def test_a_response_that_is_too_large_is_one_clear_error() -> None:
     servicer.unary = unary
     async with serving(servicer, ServerConfig(max_message_bytes=65536)) as server, stub_of(server) as stub:
         assert type(await failure(unary_call, stub)) is TooLarge
+
+
+async def test_a_piece_of_a_stream_that_is_too_large_ends_the_call_and_the_handler() -> None:
+    servicer = Scripted()
+    ended = asyncio.Event()
+
+    async def many(_request: Any, _context: Any) -> AsyncGenerator[Any]:
+        try:
+            yield admission_pb2.WatchResidencyResponse(snapshot=admission_pb2.ResidencySnapshot(block_hashes=bytes(70000)))
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    servicer.many = many
+    async with serving(servicer, ServerConfig(max_message_bytes=65536)) as server, stub_of(server) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.WatchResidency(admission_pb2.WatchResidencyRequest(), timeout=TIMEOUT_S).read()
+        assert type(from_rpc_error(caught.value)) is TooLarge
+        await asyncio.wait_for(ended.wait(), TIMEOUT_S)
+
+
+class LateNews:
+    """The context of a call whose caller has gone: the write fails, and only later does gRPC cancel the call's task."""
+
+    def __init__(self) -> None:
+        self.failed = asyncio.Event()
+
+    async def write(self, _response: Any) -> None:
+        self.failed.set()
+        raise grpc.aio.InternalError
+
+
+@pytest.mark.parametrize("told", [True, False])
+async def test_a_write_that_fails_before_its_caller_is_known_to_be_gone(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: FBT001 - a parameter
+    """F58: a caller that went away, when gRPC says so; else the failure itself."""
+    monkeypatch.setattr(interceptors, "CALLER_GONE_S", TIMEOUT_S if told else 0.01)
+
+    async def endless(_request: Any, _context: Any) -> AsyncGenerator[Any]:
+        while True:
+            yield b""
+
+    async def find(_details: Any) -> Any:
+        return grpc.unary_stream_rpc_method_handler(endless)
+
+    details: Any = SimpleNamespace(method="m")
+    handler: Any = await interceptors.ErrorBoundary().intercept_service(find, details)
+    context: Any = LateNews()
+    call = asyncio.create_task(interceptors.behaviour_of(handler)(object(), context))
+    await context.failed.wait()
+    if told:
+        call.cancel()
+    with pytest.raises(asyncio.CancelledError if told else grpc.aio.InternalError):
+        await call
 
 
 async def test_eight_megabytes_of_hashes_pass_by_default() -> None:
