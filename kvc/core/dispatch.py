@@ -26,6 +26,7 @@ from kvc.core.cost import choose_executor
 from kvc.core.prefill import matched_tokens, prefill_offer
 from kvc.core.route import overlap_blocks, route
 from kvc.core.types import Attempt, Decision, Executor, Facts, GaveUp, Give, Mode, PrefillOffer, Probe, Reason
+from kvc.core.value import value
 
 if TYPE_CHECKING:
     from kvc.core.members import WorkerState
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from kvc.core.types import Admission, Rejection, Turn, WorkerRef
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Ask:
     """Ask a worker for admission; the answer is Admitted, Refused or Unreachable."""
 
@@ -43,7 +44,7 @@ class Ask:
     offer: PrefillOffer | None
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class WaitForRoom:
     """Every worker refused, or none is there: wait in the bounded queue (R28); the answer is Resumed.
 
@@ -60,7 +61,7 @@ class WaitForRoom:
     at_most_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Pause:
     """The worker is busy with the session's previous turn: pause, then ask it again. The answer is Resumed."""
 
@@ -69,7 +70,7 @@ class Pause:
     jitter_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Admitted:
     """Answer to Ask: yes."""
 
@@ -78,7 +79,7 @@ class Admitted:
     elapsed_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Refused:
     """Answer to Ask: no."""
 
@@ -87,7 +88,7 @@ class Refused:
     elapsed_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Unreachable:
     """Answer to Ask: nobody answered in time (`gone` False) or nobody is there (True)."""
 
@@ -96,7 +97,7 @@ class Unreachable:
     elapsed_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Resumed:
     """Answer to WaitForRoom and Pause. `why`: room may be there; waited at_most_s; the queue is full; the request's deadline passed."""
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from kvc.core.value import value
 
 if TYPE_CHECKING:
     from kvc.core.blocks import Chain
@@ -19,21 +20,21 @@ class End(enum.Enum):
     CANCELLED = "cancelled"
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class WorkerJoined:
     """A worker is known under this epoch. A new epoch voids what was known of the old one (R18)."""
 
     info: WorkerInfo
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class WorkerLeft:
     """A worker is no longer part of the mesh."""
 
     worker_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class WorkerHealth:
     """The worker answers, or no longer does: whether it may be routed to (R13, R19)."""
 
@@ -41,7 +42,7 @@ class WorkerHealth:
     healthy: bool
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class WorkerDraining:
     """The worker takes no new turns, or does again."""
 
@@ -49,7 +50,7 @@ class WorkerDraining:
     draining: bool
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ResidencyReset:
     """A snapshot: resident[d] is exactly these blocks, closed under prefixes. `fresh`: it comes from the worker's own events."""
 
@@ -58,7 +59,7 @@ class ResidencyReset:
     fresh: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ResidencyChanged:
     """A delta of the worker's own events, applied in the order cleared, removed, stored."""
 
@@ -68,14 +69,14 @@ class ResidencyChanged:
     cleared: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ResidencyStale:
     """The worker's events were interrupted: what is known is an estimate until the next ResidencyReset (R18)."""
 
     ref: WorkerRef
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class LoadReported:
     """The worker's own numbers, or those that came with an Admit answer."""
 
@@ -83,7 +84,7 @@ class LoadReported:
     facts: Facts
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class TurnArrived:
     """A session's next prompt: its chain replaces the session's old one."""
 
@@ -92,14 +93,14 @@ class TurnArrived:
     input_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Assigned:
     """A routing decision in favour of d: assigned[d] += 1 (R11)."""
 
     ref: WorkerRef
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Asked:
     """A question is on its way to d: until Answered it counts like a turn in flight for placement (R26, F54)."""
 
@@ -107,14 +108,14 @@ class Asked:
     ref: WorkerRef
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Answered:
     """The question was answered, or nobody waits for its answer any more."""
 
     attempt: Attempt
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Started:
     """A turn was admitted, or sent to d as Fallback: inflight[d] += 1 until TurnEnded of the same attempt (R11).
 
@@ -131,14 +132,14 @@ class Started:
     prefill_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class PrefillDone:
     """The prefill worker has finished its part of an attempt."""
 
     attempt: Attempt
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Refused:
     """d said no to a turn of the session (R13: only answers count, and only some reasons)."""
 
@@ -147,7 +148,7 @@ class Refused:
     reason: Reason
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class WorkerUnreachable:
     """No answer could be had from d: health, never rejects (R13). `gone`: the connection was refused or broken, not slow."""
 
@@ -155,7 +156,7 @@ class WorkerUnreachable:
     gone: bool
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class TurnEnded:
     """The end of an attempt that was started; repeated or unknown ends change nothing. Token counts as the engine reports them."""
 
@@ -165,7 +166,7 @@ class TurnEnded:
     output_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class SessionClosed:
     """The session is over, or was idle for longer than the router remembers."""
 

@@ -8,10 +8,10 @@ the primary score of another candidate cannot win, and the pinned worker, which 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvc.core.blocks import resident_blocks
+from kvc.core.value import value
 
 if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
@@ -24,7 +24,7 @@ Score = tuple[float, ...]
 _NO_BLOCK = -1  # resident nowhere: hashes are unsigned
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Candidate:
     """A worker with the components of its score. `excluded` says why it was no candidate, or is empty."""
 
@@ -40,7 +40,7 @@ class Candidate:
     excluded: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Routing:
     """What Algorithm 1 chose. `degenerate`: every candidate was blacklisted and the least rejected was taken (line 4)."""
 

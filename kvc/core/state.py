@@ -12,7 +12,7 @@ prefill worker (R24), turns in flight by attempt.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvc.core import events as ev
@@ -20,6 +20,7 @@ from kvc.core.blocks import common_blocks
 from kvc.core.forest import Forest
 from kvc.core.members import SessionState, WorkerState
 from kvc.core.types import Mode, Role, Turn
+from kvc.core.value import value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -32,7 +33,7 @@ UNREACHABLE_LIMIT = 3
 """Unanswered questions in a row after which a worker counts as unhealthy until its agent is heard again."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class OpenTurn:
     """A turn in flight."""
 

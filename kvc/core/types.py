@@ -6,8 +6,9 @@ Vocabulary and symbols follow seed 000 section 2; rulings R1-R29 are those of do
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
+
+from kvc.core.value import value
 
 if TYPE_CHECKING:
     from kvc.core.blocks import Chain
@@ -80,7 +81,7 @@ class Attempt(NamedTuple):
     attempt_number: int
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Turn:
     """A request r = <s, t, prefix_hashes, append_len, input_len> (seed 000 section 2.2).
 
@@ -106,7 +107,7 @@ class Turn:
     new_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class WorkerInfo:
     """A member of P or D as its agent describes it. Speeds are tokens per second."""
 
@@ -127,7 +128,7 @@ class WorkerInfo:
     capabilities: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class PrefillOffer:
     """What the cheapest prefill worker needs for a turn; None in its place means that |P| = 0 (R25).
 
@@ -144,7 +145,7 @@ class PrefillOffer:
     matched_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Facts:
     """What a worker knows about itself and a turn, all read in one scheduler iteration (R7, R8, R10).
 
@@ -187,7 +188,7 @@ class Facts:
     max_input_tokens: int = 2**31 - 1
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Admission:
     """Yes. `ticket` and `ttl_s` are filled in by the engine that stores the reservation."""
 
@@ -199,7 +200,7 @@ class Admission:
     ttl_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Rejection:
     """No, and why: an answer, not an error."""
 
@@ -211,7 +212,7 @@ class Rejection:
 Outcome = Admission | Rejection
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Probe:
     """One Admit question and its answer, for explanation: `reason` or `error` is set when not admitted."""
 
@@ -222,7 +223,7 @@ class Probe:
     elapsed_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Decision:
     """delta(r): how a turn runs (seed 000 section 2.5). `prefill` is None when the decode worker prefills itself."""
 
@@ -246,7 +247,7 @@ class Give(enum.Enum):
     DEADLINE = "deadline"
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class GaveUp:
     """Dispatch ended without a decision: a typed error for the caller. `retry_after_s` is the hint for RESOURCE_EXHAUSTED."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from kvc.core.value import value
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -25,7 +26,7 @@ class AdmissionPort(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class EngineCall:
     """One turn for one engine.
 
@@ -52,7 +53,7 @@ class EngineCall:
     traceparent: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class EngineChunk:
     """Tokens since the previous chunk; the last one carries `finish_reason` and the usage. Engine times are modelled seconds, or 0."""
 
@@ -108,7 +109,7 @@ class EnginePort(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Request:
     """A validated Dispatch request. `deadline_s` is by the router's clock."""
 
@@ -124,7 +125,7 @@ class Request:
     traceparent: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Started:
     """The decision that brought the first chunk. `decide_s`: from receipt until the engines were asked, waiting included."""
 
@@ -132,7 +133,7 @@ class Started:
     decide_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Result:
     """The end of a turn. Times in seconds; `mesh_s`: before the engines were asked, not spent waiting for room or another turn."""
 
