@@ -24,11 +24,13 @@ from kvc.core import events as ev
 from kvc.core.admit import fits_empty
 from kvc.core.cost import choose_executor
 from kvc.core.prefill import matched_tokens, prefill_offer
-from kvc.core.route import overlap_blocks, route
+from kvc.core.route import choose, overlap_blocks
 from kvc.core.types import Attempt, Decision, Executor, Facts, GaveUp, Give, Mode, PrefillOffer, Probe, Reason
 from kvc.core.value import value
 
 if TYPE_CHECKING:
+    from collections.abc import Set as AbstractSet
+
     from kvc.core.members import WorkerState
     from kvc.core.state import Sigma
     from kvc.core.types import Admission, Rejection, Turn, WorkerRef
@@ -108,6 +110,8 @@ class Resumed:
 Effect = Ask | WaitForRoom | Pause
 Answer = Admitted | Refused | Unreachable | Resumed
 Dispatch = Generator[Effect, Answer, Decision | GaveUp]
+_WITH_FACTS = (Admitted, Refused)
+_NONE: frozenset[WorkerRef] = frozenset()
 
 
 @dataclass(slots=True)
@@ -119,6 +123,7 @@ class _Run:
     refused: set[WorkerRef] = field(default_factory=set)
     gone: set[WorkerRef] = field(default_factory=set)
     terminal: set[WorkerRef] = field(default_factory=set)
+    overlap_blocks: int = 0
     retry_after_s: float = 0.0
     queued_s: float = 0.0
     next_attempt: int = 0
@@ -187,22 +192,22 @@ def _sweep(turn: Turn, sigma: Sigma, request_id: str, run: _Run) -> Generator[Ef
         if worker is None:
             return None
         ref = worker.ref
-        if again is None:
-            sigma.apply(ev.Assigned(ref))
-        again = None
         attempt = run.attempt(request_id)
         prefill, offer = prefill_offer(turn, sigma, worker, run.avoid)
-        sigma.apply(ev.Asked(attempt, ref))
+        sigma.apply(ev.Asked(attempt, ref, again is None))
+        again = None
+        facts: Facts | None = None
         try:
             answer = yield Ask(ref, attempt, turn, offer)
+            if isinstance(answer, _WITH_FACTS):
+                facts = answer.facts
         finally:  # also when the dispatch is closed while it waits
-            sigma.apply(ev.Answered(attempt))
+            sigma.apply(ev.Answered(attempt, facts))
         if sigma.worker(ref) is None and not isinstance(answer, Unreachable):
             # That life ended while it answered: the answer is void, and so is a ticket it gave.
             answer = Unreachable("STALE_EPOCH", gone=True, elapsed_s=getattr(answer, "elapsed_s", 0.0))
         if isinstance(answer, Admitted):
-            run.probes.append(Probe(ref, admitted=True, elapsed_s=answer.elapsed_s))
-            sigma.apply(ev.LoadReported(ref, answer.facts))
+            run.probes.append(Probe(ref, True, None, "", answer.elapsed_s))  # noqa: FBT003 - positions cost half of names, here
             return _decide(turn, sigma, run, worker, attempt, answer, prefill)
         if limit is None:
             limit = _epsilon(sigma, run)
@@ -231,17 +236,17 @@ def _next_worker(turn: Turn, sigma: Sigma, run: _Run, again: WorkerRef | None) -
     busy = sigma.worker(again) if again is not None else None
     if busy is not None and not busy.why_not:
         return busy
-    exclude = run.gone | run.terminal | (run.refused if sigma.params.exclude_tried else set())
-    ref = route(turn, sigma, exclude).ref
-    return sigma.worker(ref) if ref is not None else None
+    exclude: AbstractSet[WorkerRef] = _NONE
+    if run.gone or run.terminal or run.refused:
+        exclude = run.gone | run.terminal | (run.refused if sigma.params.exclude_tried else _NONE)
+    worker, run.overlap_blocks = choose(turn, sigma, exclude)
+    return worker
 
 
 def _note_refusal(turn: Turn, sigma: Sigma, run: _Run, ref: WorkerRef, answer: Refused) -> bool:
     """Lines 21-22. True when the worker is only busy with the session's previous turn, and should be asked again."""
     rejection = answer.rejection
     sigma.apply(ev.Refused(turn.session_id, ref, rejection.reason))
-    if answer.facts is not None:
-        sigma.apply(ev.LoadReported(ref, answer.facts))
     run.retry_after_s = max(run.retry_after_s, rejection.retry_after_s)
     if rejection.reason is Reason.SESSION_BUSY:
         return True
@@ -271,7 +276,7 @@ def _decide(
         attempt=attempt,
         admission=admission,
         probes=tuple(run.probes),
-        overlap_blocks=overlap_blocks(turn, worker, sigma),
+        overlap_blocks=run.overlap_blocks,
         queued_s=run.queued_s,
     )
     _start(turn, sigma, decision, remote)
@@ -309,18 +314,9 @@ def _fallback(turn: Turn, sigma: Sigma, request_id: str, run: _Run, worker: Work
 
 def _start(turn: Turn, sigma: Sigma, decision: Decision, prefill: WorkerState | None) -> None:
     work = turn.input_tokens - matched_tokens(turn, prefill) if prefill is not None else 0
-    sigma.apply(
-        ev.Started(
-            attempt=decision.attempt,
-            session_id=turn.session_id,
-            ref=decision.decode,
-            mode=decision.mode,
-            executor=decision.executor,
-            tokens=turn.input_tokens + turn.output_reserve_tokens,
-            prefill=decision.prefill,
-            prefill_tokens=work,
-        )
-    )
+    tokens = turn.input_tokens + turn.output_reserve_tokens
+    session_id, ref, prefill_ref = turn.session_id, decision.decode, decision.prefill
+    sigma.apply(ev.Started(decision.attempt, session_id, ref, decision.mode, decision.executor, tokens, prefill_ref, work))
 
 
 def _eligible(sigma: Sigma, run: _Run) -> list[WorkerState]:

@@ -102,17 +102,22 @@ class Assigned:
 
 @value(frozen=True, slots=True)
 class Asked:
-    """A question is on its way to d: until Answered it counts like a turn in flight for placement (R26, F54)."""
+    """A question is on its way to d: until Answered it counts like a turn in flight for placement (R26, F54).
+
+    `assigns`: Route chose d for it, as Assigned says.
+    """
 
     attempt: Attempt
     ref: WorkerRef
+    assigns: bool = False
 
 
 @value(frozen=True, slots=True)
 class Answered:
-    """The question was answered, or nobody waits for its answer any more."""
+    """The question was answered, or nobody waits for its answer any more. `facts`: d's own numbers in the answer, as LoadReported."""
 
     attempt: Attempt
+    facts: Facts | None = None
 
 
 @value(frozen=True, slots=True)

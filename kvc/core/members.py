@@ -29,17 +29,19 @@ class WorkerState:
     modes: dict[Mode, int] = field(default_factory=dict)
 
     ref: WorkerRef = field(init=False)
+    why_not: str = field(init=False)
+    """Why the worker may not be routed to; empty when it may (R19)."""
 
     def __post_init__(self) -> None:
-        """`ref` is looked at many times a turn: a field, not a walk."""
+        """`ref` and `why_not` are looked at many times a turn: fields, not walks."""
         self.ref = self.info.ref
+        self.set()
 
-    @property
-    def why_not(self) -> str:
-        """Why the worker may not be routed to; empty when it may (R19)."""
-        if not self.healthy:
-            return "unhealthy"
-        return "draining" if self.draining or self.info.draining else ""
+    def set(self, *, healthy: bool | None = None, draining: bool | None = None) -> None:
+        """Changes whether the worker may be routed to; after a change of `info`, too. Mutates."""
+        self.healthy = self.healthy if healthy is None else healthy
+        self.draining = self.draining if draining is None else draining
+        self.why_not = "unhealthy" if not self.healthy else "draining" if self.draining or self.info.draining else ""
 
     @property
     def load(self) -> float:

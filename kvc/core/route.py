@@ -60,6 +60,14 @@ def route(turn: Turn, sigma: Sigma, exclude: AbstractSet[WorkerRef] = frozenset(
     Returns:
         The best candidate; no worker when none is eligible.
     """
+    worker, overlap = choose(turn, sigma, exclude)
+    if worker is None:
+        return Routing(None)
+    return Routing(worker.ref, overlap, sigma.rejects(turn.session_id, worker.ref.worker_id) >= sigma.params.tau_reject)
+
+
+def choose(turn: Turn, sigma: Sigma, exclude: AbstractSet[WorkerRef]) -> tuple[WorkerState | None, int]:
+    """As `route`, for those who go on with the worker: it, and its overlap."""
     session = sigma.session(turn.session_id)
     rejects = session.rejects if session is not None else {}
     tau = sigma.params.tau_reject
@@ -68,34 +76,30 @@ def route(turn: Turn, sigma: Sigma, exclude: AbstractSet[WorkerRef] = frozenset(
     best_overlap = 0
     least: WorkerState | None = None
     least_rejects = 0
+    # The pinned worker comes first: it wins every tie, because what it ties with is not sticky.
     pinned = _pinned(session, sigma, exclude)
-    pinned_overlap = overlap_blocks(turn, pinned, sigma) if pinned is not None else 0
-    mark = pinned_overlap + _beside_overlap(pinned, session, sigma) if pinned is not None else None
-    needed, gate = _needed(turn, sigma, mark)
+    if pinned is not None:
+        best, best_overlap = pinned, overlap_blocks(turn, pinned, sigma)
+        best_score = score_of(pinned, session, best_overlap, sigma)
+    needed, gate = _needed(turn, sigma, best_score)
     for worker in sigma.decode_workers():
+        if worker is pinned or (gate is not None and best is not None and gate not in worker.resident):
+            continue
         if worker.why_not or worker.ref in exclude:
             continue
-        refusals = rejects.get(worker.ref.worker_id, 0)
+        refusals = rejects.get(worker.ref.worker_id, 0) if rejects else 0
         if refusals >= tau:
             if least is None or refusals < least_rejects:
                 least, least_rejects = worker, refusals
             continue
-        if worker is pinned:
-            overlap = pinned_overlap
-        elif gate is None or gate in worker.resident:
-            overlap = overlap_blocks(turn, worker, sigma, needed)
-        else:
-            continue
+        overlap = overlap_blocks(turn, worker, sigma, needed)
         score = score_of(worker, session, overlap, sigma)
         if best is None or score > best_score:
             best, best_score, best_overlap = worker, score, overlap
-            mark = score[0] if mark is None else max(mark, score[0])
-            needed, gate = _needed(turn, sigma, mark)
-    if best is not None:
-        return Routing(best.ref, best_overlap)
-    if least is not None:
-        return Routing(least.ref, overlap_blocks(turn, least, sigma), degenerate=True)
-    return Routing(None)
+            needed, gate = _needed(turn, sigma, score)
+    if best is None and least is not None:
+        return least, overlap_blocks(turn, least, sigma)
+    return best, best_overlap
 
 
 def _pinned(session: SessionState | None, sigma: Sigma, exclude: AbstractSet[WorkerRef]) -> WorkerState | None:
@@ -108,12 +112,12 @@ def _pinned(session: SessionState | None, sigma: Sigma, exclude: AbstractSet[Wor
     return worker
 
 
-def _needed(turn: Turn, sigma: Sigma, mark: float | None) -> tuple[int, int | None]:
-    """Overlap without which a worker that is not pinned stays below the primary score `mark`, and the last block of it.
+def _needed(turn: Turn, sigma: Sigma, score: Score) -> tuple[int, int | None]:
+    """Overlap without which a worker that is not pinned stays below the primary component of `score`, and the last block of it.
 
     Rounded down, so that no worker that ties is lost; (0, None): any worker may come up to it.
     """
-    needed = math.floor(mark - max(0.0, sigma.params.load_floor_bonus)) if mark is not None else 0
+    needed = math.floor(score[0] - max(0.0, sigma.params.load_floor_bonus)) if score else 0
     if needed <= 0:
         return 0, None
     last = _apart(turn, sigma) + needed - 1

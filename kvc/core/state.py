@@ -88,7 +88,7 @@ class Sigma:
 
     def worker(self, ref: WorkerRef) -> WorkerState | None:
         """The worker if it still lives under this epoch."""
-        worker = self.workers.get(ref.worker_id)
+        worker = self.workers.get(ref[0])
         return worker if worker is not None and worker.ref == ref else None
 
     def decode_workers(self) -> Iterable[WorkerState]:
@@ -152,7 +152,7 @@ class Sigma:
         known = self.workers.get(info.ref.worker_id)
         if known is not None and known.ref == info.ref:
             known.info = info
-            known.healthy = True
+            known.set(healthy=True)
             known.failures = 0
             return
         fresh = WorkerState(info, draining=known.draining if known is not None else False)
@@ -187,13 +187,13 @@ class Sigma:
     def _worker_health(self, event: ev.WorkerHealth) -> None:
         worker = self.worker(event.ref)
         if worker is not None:
-            worker.healthy = event.healthy
+            worker.set(healthy=event.healthy)
             worker.failures = 0
 
     def _worker_draining(self, event: ev.WorkerDraining) -> None:
         worker = self.workers.get(event.worker_id)
         if worker is not None:
-            worker.draining = event.draining
+            worker.set(draining=event.draining)
 
     def _residency_reset(self, event: ev.ResidencyReset) -> None:
         worker = self.worker(event.ref)
@@ -235,15 +235,22 @@ class Sigma:
 
     def _asked(self, event: ev.Asked) -> None:
         worker = self.worker(event.ref)
-        if worker is not None and event.attempt not in self.asking:
+        if worker is None:
+            return
+        worker.assigned += event.assigns
+        if event.attempt not in self.asking:
             self.asking[event.attempt] = event.ref
             worker.asked += 1
 
     def _answered(self, event: ev.Answered) -> None:
         ref = self.asking.pop(event.attempt, None)
         worker = self.worker(ref) if ref is not None else None
-        if worker is not None:
-            worker.asked -= 1
+        if worker is None:
+            return
+        worker.asked -= 1
+        if event.facts is not None:
+            worker.facts = event.facts
+            worker.failures = 0
 
     def _started(self, event: ev.Started) -> None:
         if event.attempt in self.open:
@@ -296,13 +303,14 @@ class Sigma:
             return
         worker.failures += 1
         if event.gone or worker.failures >= UNREACHABLE_LIMIT:
-            worker.healthy = False
+            worker.set(healthy=False)
 
     def _turn_ended(self, event: ev.TurnEnded) -> None:
         turn = self.open.get(event.attempt)
         if turn is None:
             return
-        self._prefill_done(ev.PrefillDone(event.attempt))
+        if turn.prefill_open:
+            self._prefill_done(ev.PrefillDone(event.attempt))
         del self.open[event.attempt]
         started = turn.started
         worker = self.worker(started.ref)

@@ -128,10 +128,14 @@ class SlowSigma:
                 self.orphans -= {attempt for attempt, turn in self.open.items() if turn.session_id == session_id}
             case ev.Assigned(ref) if self.lives_now(ref):
                 self.assigned[ref] += 1
-            case ev.Asked(attempt, ref) if self.lives_now(ref):
+            case ev.Asked(attempt, ref, assigns) if self.lives_now(ref):
+                self.assigned[ref] += assigns
                 self.asking.setdefault(attempt, ref)
-            case ev.Answered(attempt):
-                self.asking.pop(attempt, None)
+            case ev.Answered(attempt, facts) if attempt in self.asking:
+                ref = self.asking.pop(attempt)
+                if facts is not None and self.lives_now(ref):
+                    self.facts[ref] = facts
+                    self.failures[ref] = 0
             case ev.Started():
                 self.started(event)
             case ev.PrefillDone(attempt) if attempt in self.open:
