@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvc.core.types import Attempt, Executor, Facts, Mode, Reason, WorkerInfo, WorkerRef
 
 
-class End(enum.Enum):
+class End(enum.StrEnum):
     """How a turn that was started ended."""
 
     COMPLETED = "completed"

@@ -27,7 +27,7 @@ class Role(enum.Enum):
         return self is not Role.PREFILL
 
 
-class Mode(enum.Enum):
+class Mode(enum.StrEnum):
     """How a turn is executed (seed 000 section 2.5)."""
 
     DIRECT = "direct"
@@ -36,14 +36,14 @@ class Mode(enum.Enum):
     FALLBACK = "fallback"
 
 
-class Executor(enum.Enum):
+class Executor(enum.StrEnum):
     """Where the missing part of a prompt is prefilled (R24)."""
 
     LOCAL = "local"
     PREFILL = "prefill"
 
 
-class Reason(enum.Enum):
+class Reason(enum.StrEnum):
     """Why a worker refused; the values are the paper's strings where it has one."""
 
     REAL_LARGE_APPEND = "real-large-append"

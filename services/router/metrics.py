@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from prometheus_client import Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -13,7 +14,7 @@ from kvc.core import events as ev
 from kvc.core.types import Decision, GaveUp, Mode, Reason
 from kvc.errors import KvcError
 from kvc.runtime.logs import clean_event, event
-from kvc.runtime.metrics import LATENCY_BUCKETS_S, LatencyCollector, bound
+from kvc.runtime.metrics import LATENCY_BUCKETS_S, CountCollector, LatencyCollector, bound
 from services.router.ports import Observer
 
 if TYPE_CHECKING:
@@ -47,8 +48,9 @@ class RouterMetrics(Observer):
 
     def __init__(self, registry: CollectorRegistry) -> None:
         """Registers everything; series exist from the start."""
-        turns = Counter("kvc_router_turns", "Turns that were started, by mode and how they ended", ["mode", "end"], registry=registry)
-        self._turns = {mode: bound(turns, _ENDS, mode) for mode in _MODES}
+        ends = [(mode, end) for mode in _MODES for end in _ENDS]
+        text = "Turns that were started, by mode and how they ended"
+        self._turns = CountCollector("kvc_router_turns", text, registry, ("mode", "end"), ends).children
         self._ttft = LatencyCollector("kvc_router_ttft_seconds", "Receipt to first chunk", registry, "mode", _MODES).children
         self._latency = LatencyCollector("kvc_router_latency_seconds", "Receipt to last chunk", registry, "mode", _MODES).children
         self._decide = LatencyCollector("kvc_router_decide_seconds", "Time to a decision", registry).children[""]
@@ -62,8 +64,9 @@ class RouterMetrics(Observer):
         )
         self._undecided = bound(undecided, UNDECIDED)
         self._retries = Counter("kvc_router_retries", "Engines replaced before the first token", registry=registry)
-        self._cached = Counter("kvc_router_cached_tokens", "Prompt tokens whose KV was reused, as engines report", registry=registry)
-        self._prompt = Counter("kvc_router_prompt_tokens", "Prompt tokens of completed turns", registry=registry)
+        text = "Prompt tokens whose KV was reused, as engines report"
+        self._cached = CountCollector("kvc_router_cached_tokens", text, registry).children[()]
+        self._prompt = CountCollector("kvc_router_prompt_tokens", "Prompt tokens of completed turns", registry).children[()]
 
     def decided(self, decision: Decision | GaveUp, decide_s: float) -> None:
         """Counts the answers of workers."""
@@ -72,13 +75,13 @@ class RouterMetrics(Observer):
             self._queued.observe(decision.queued_s)
         for probe in decision.probes:
             if probe.reason is not None:
-                self._refusals[probe.reason.value].inc()
+                self._refusals[probe.reason].inc()
             elif probe.error:
                 self._unanswered.labels(probe.error).inc()
 
     def retried(self, request: Named, decision: Decision, error: EngineError) -> None:
         """Counts and logs the failure that the caller never sees."""
-        self._turns[decision.mode.value][ev.End.FAILED.value].inc()
+        self._turns[decision.mode, ev.End.FAILED].inc()
         self._retries.inc()
         event(
             logger,
@@ -95,7 +98,7 @@ class RouterMetrics(Observer):
         """Counts, and writes the request's one line."""
         reason = error.reason if isinstance(error, KvcError) else "CANCELLED" if end is ev.End.CANCELLED else "INTERNAL" if error else ""
         if decision is not None:
-            self._turns[decision.mode.value][end.value].inc()
+            self._turns[decision.mode, end].value += 1
         else:
             self._undecided[reason if reason in self._undecided else "OTHER"].inc()
         if result is not None:
@@ -103,64 +106,68 @@ class RouterMetrics(Observer):
         level = logging.WARNING if end is ev.End.FAILED else logging.INFO
         if logger.isEnabledFor(level):
             problem = str(error) if isinstance(error, KvcError) else None
-            clean_event(logger, "dispatch", level, _line(request, decision, end, result, reason, problem))
+            clean_event(logger, "dispatch", level, Line.of(request, decision, end, result, reason, problem))
 
     def totals(self) -> dict[str, Any]:
         """Counts since the start, for the page: turns by mode and end, refusals and undecided requests by reason, TTFT by mode."""
         return {
-            "turns": {mode: _values(ends) for mode, ends in self._turns.items()},
+            "turns": {mode: {end: self._turns[mode, end].value for end in _ENDS} for mode in _MODES},
             "refusals": _values(self._refusals),
             "undecided": _values(self._undecided),
             "ttft": {"bounds_s": LATENCY_BUCKETS_S, "counts": {mode: child.counts for mode, child in self._ttft.items()}},
-            "prompt_tokens": _value(self._prompt),
-            "cached_tokens": _value(self._cached),
+            "prompt_tokens": self._prompt.value,
+            "cached_tokens": self._cached.value,
         }
 
     def _observe(self, result: Result) -> None:
-        mode = result.decision.mode.value
+        mode = result.decision.mode
         self._ttft[mode].observe(result.ttft_s)
         self._latency[mode].observe(result.latency_s)
         self._mesh.observe(result.mesh_s)
-        self._cached.inc(result.last.cached_tokens)
-        self._prompt.inc(result.last.prompt_tokens)
-
-
-def _value(counter: Counter) -> int:
-    return int(counter._value.get())  # noqa: SLF001 - the library offers no reader
+        self._cached.value += result.last.cached_tokens
+        self._prompt.value += result.last.prompt_tokens
 
 
 def _values(counters: dict[str, Counter]) -> dict[str, int]:
-    return {name: _value(counter) for name, counter in counters.items()}
+    return {name: int(counter._value.get()) for name, counter in counters.items()}  # noqa: SLF001 - the library offers no reader
 
 
-def _line(
-    request: Named, decision: Decision | None, end: ev.End, result: Result | None, reason: str, problem: str | None
-) -> dict[str, Any]:
+class Line(msgspec.Struct, frozen=True, gc=False):
     """The fields of the canonical line: ids as they were checked on arrival, names of ours, and numbers."""
-    line: dict[str, Any] = {
-        "request_id": request.request_id,
-        "session_id": request.session_id,
-        "end": end.value,
-        "reason": reason or None,
-        "problem": problem,
-        "input_tokens": request.input_tokens,
-    }
-    if decision is not None:
-        line["mode"] = decision.mode.value
-        line["executor"] = decision.executor.value
-        line["decode"] = decision.decode.worker_id
-        line["prefill"] = decision.prefill.worker_id if decision.prefill else None
-        line["probes"] = _probes(decision)
-        line["overlap_blocks"] = decision.overlap_blocks
-        line["queued_s"] = round(decision.queued_s, 4)
-    if result is not None:
+
+    request_id: str
+    session_id: str
+    end: str
+    reason: str | None
+    problem: str | None
+    input_tokens: int
+    mode: str | msgspec.UnsetType = msgspec.UNSET
+    executor: str | msgspec.UnsetType = msgspec.UNSET
+    decode: str | msgspec.UnsetType = msgspec.UNSET
+    prefill: str | msgspec.UnsetType | None = msgspec.UNSET
+    probes: list[str] | msgspec.UnsetType = msgspec.UNSET
+    overlap_blocks: int | msgspec.UnsetType = msgspec.UNSET
+    queued_s: float | msgspec.UnsetType = msgspec.UNSET
+    finish_reason: str | msgspec.UnsetType = msgspec.UNSET
+    cached_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    completion_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    ttft_s: float | msgspec.UnsetType = msgspec.UNSET
+    latency_s: float | msgspec.UnsetType = msgspec.UNSET
+
+    @classmethod
+    def of(cls, request: Named, decision: Decision | None, end: ev.End, result: Result | None, reason: str, problem: str | None) -> Line:
+        """The line of a request; by position, because a request has but one of these and many fields."""
+        known = (request.request_id, request.session_id, end, reason or None, problem, request.input_tokens)
+        if decision is None:
+            return cls(*known)
+        prefill = decision.prefill.worker_id if decision.prefill else None
+        how = (decision.mode, decision.executor, decision.decode.worker_id, prefill, _probes(decision), decision.overlap_blocks)
+        queued_s = round(decision.queued_s, 4)
+        if result is None:
+            return cls(*known, *how, queued_s)
         last = result.last
-        line["finish_reason"] = last.finish_reason
-        line["cached_tokens"] = last.cached_tokens
-        line["completion_tokens"] = last.completion_tokens
-        line["ttft_s"] = round(result.ttft_s, 4)
-        line["latency_s"] = round(result.latency_s, 4)
-    return line
+        done = (last.finish_reason, last.cached_tokens, last.completion_tokens, round(result.ttft_s, 4), round(result.latency_s, 4))
+        return cls(*known, *how, queued_s, *done)
 
 
 class SigmaCollector(Collector):
@@ -200,4 +207,4 @@ class SigmaCollector(Collector):
 
 def _probes(decision: Decision | GaveUp) -> list[str]:
     """`worker:answer` for each probe."""
-    return [f"{p.worker.worker_id}:{'yes' if p.admitted else p.reason.value if p.reason else p.error}" for p in decision.probes]
+    return [f"{p.worker.worker_id}:{'yes' if p.admitted else p.reason or p.error}" for p in decision.probes]

@@ -226,7 +226,7 @@ class Exchange:
         self._payload, self.request.body = None, b""
         cached = 0 if decision.admission is None else max(0, self.input_tokens - decision.admission.append_tokens)
         return b"x-kvc-mode: %b\r\nx-kvc-worker: %b\r\nx-kvc-cached-tokens: %d\r\ntraceparent: %b\r\n" % (
-            decision.mode.value.encode(), decision.decode.worker_id.encode(), cached, self._client.traceparent,
+            decision.mode.encode(), decision.decode.worker_id.encode(), cached, self._client.traceparent,
         )  # fmt: skip
 
     def completed(self, tail: bytes) -> None:
