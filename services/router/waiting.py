@@ -44,13 +44,13 @@ class RoomQueue:
         self.longest_wait_s = 0.0
         self._queue = WaitQueue(max(1, limit), ageing_tokens_per_s)
         self._clock = clock
+        self.waiting: dict[str, _Waiter] = {}
         self._claims: dict[str, float] = {}
-        self._waiting: dict[str, _Waiter] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         """Turns waiting."""
-        return len(self._waiting)
+        return len(self.waiting)
 
     async def wait(self, name: str, effect: WaitForRoom, deadline_s: float) -> Resumed:
         """Waits for a chance to ask for admission again.
@@ -67,7 +67,7 @@ class RoomQueue:
         self._queue.push(name, effect.prefill_tokens, first_s)
         ready_s = start_s + effect.at_least_s + random.uniform(0.0, effect.jitter_s)  # noqa: S311 - spreads retries, guards nothing
         waiter = _Waiter(asyncio.get_running_loop().create_future(), ready_s, effect.prefill_tokens)
-        self._waiting[name] = waiter
+        self.waiting[name] = waiter
         left_s = deadline_s - start_s
         why: Why = "deadline" if left_s <= effect.at_most_s else "waited"
         try:
@@ -77,7 +77,7 @@ class RoomQueue:
         except TimeoutError:
             pass
         finally:
-            del self._waiting[name]
+            del self.waiting[name]
             self._queue.remove(name)
             if why != "room" and waiter.woken.done() and not waiter.woken.cancelled():
                 self.notify()  # woken in the moment it gave up: the chance is the next one's
@@ -95,16 +95,16 @@ class RoomQueue:
         early: list[str] = []
         woken = False
         while not woken and (name := self._queue.pop()) is not None:
-            waiter = self._waiting[name]
+            waiter = self.waiting[name]
             if waiter.ready_s > now_s:
                 early.append(name)
             elif not waiter.woken.done():
                 waiter.woken.set_result(None)
                 woken = True
         for name in early:
-            self._queue.push(name, self._waiting[name].prefill_tokens, self._claims[name])
+            self._queue.push(name, self.waiting[name].prefill_tokens, self._claims[name])
         if early and not woken:
-            self._look_again(min(self._waiting[name].ready_s for name in early) - now_s)
+            self._look_again(min(self.waiting[name].ready_s for name in early) - now_s)
 
     def _look_again(self, delay_s: float) -> None:
         if self._timer is not None:

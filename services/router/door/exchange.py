@@ -14,6 +14,7 @@ import random
 import re
 import secrets
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -30,7 +31,7 @@ from services.router.failures import gave_up, guilty
 from services.router.ports import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Mapping
 
     from kvc.core.blocks import Chain
     from kvc.core.dispatch import Answer, Dispatch, Effect
@@ -40,13 +41,35 @@ if TYPE_CHECKING:
     from services.router.door.request import HttpRequest
     from services.router.door.upstream import Pool
 
+_encode = msgspec.json.Encoder().encode
 _MAX_ROOM = 2**63 - 1
 _ERROR = 400
+_COUNTED = b'_tokens"'
 _REASON = re.compile(rb'"type"\s*:\s*"([a-z-]{1,64})"')
 
 
 class Exchange:
-    """One routed request."""
+    """One routed request. What most requests never set is a default of the class."""
+
+    session_id = ""
+    input_tokens = 0
+    first_s = 0.0
+    sent_s = 0.0
+    usage: Mapping[bytes, int] = MappingProxyType({})
+    _payload: Payload | None = None
+    _reserve = 0
+    _avoid: frozenset[WorkerRef] = frozenset()
+    _attempt = 0
+    _decision: Decision | None = None
+    _steps: Dispatch | None = None
+    _decode_half: DecodeHalf | None = None
+    _prefill_half: PrefillHalf | None = None
+    _asked: Ask | None = None
+    _answer: Answer | None = None
+    _asking = False
+    _task: asyncio.Task[None] | None = None
+    _inside = False
+    _over = False
 
     def __init__(self, door: Door, client: Client, request: HttpRequest) -> None:
         """Does nothing yet."""
@@ -54,28 +77,9 @@ class Exchange:
         self._client = client
         self.request = request
         self.request_id = f"{random.getrandbits(128):032x}"
-        self.session_id = ""
-        self.input_tokens = 0
         self.clock = door.clock
         self.arrived_s = door.clock.now_s()
-        self.first_s = 0.0
-        self.sent_s = 0.0
-        self.usage: dict[bytes, int] = {}
-        self._payload: Payload | None = None
-        self._reserve = 0
         self._tries_left = door.retries
-        self._avoid: set[WorkerRef] = set()
-        self._attempt = 0
-        self._decision: Decision | None = None
-        self._steps: Dispatch | None = None
-        self._decode_half: DecodeHalf | None = None
-        self._prefill_half: PrefillHalf | None = None
-        self._asked: Ask | None = None
-        self._answer: Answer | None = None
-        self._asking = False
-        self._task: asyncio.Task[None] | None = None
-        self._inside = False
-        self._over = False
 
     def prompt_tokens(self) -> int:
         """Prompt length by the engine, else as reckoned here. OpenAI's count includes what was cached, Anthropic's does not."""
@@ -109,7 +113,10 @@ class Exchange:
         if not door.gate.try_enter(self.session_id):
             self._spawn(partial(self._wait_turn, prompt.chain))
             return
-        self.guarded(partial(self._entered, prompt.chain))
+        try:
+            self._entered(prompt.chain)
+        except Exception as error:  # noqa: BLE001 - as `guarded`
+            self._refuse(door.fault(error))
 
     async def _wait_turn(self, chain: Chain) -> None:
         await self._door.gate.enter(self.session_id, self.arrived_s + self._door.timeout_s)
@@ -123,9 +130,9 @@ class Exchange:
 
     def _decide(self) -> None:
         self._steps = self._door.router.steps(self._turn, self.request_id, self._attempt, self._avoid)
-        self._advance(None)
+        self._step(None)
 
-    def _advance(self, answer: Answer | None) -> None:
+    def _advance(self, answer: Answer) -> None:
         """Feeds one answer to the dispatch generator, and performs what it asks for next."""
         asked, self._asked = self._asked, None
         if self._over:
@@ -134,7 +141,10 @@ class Exchange:
         elif self._asking:
             self._answer = answer
         else:
-            self.guarded(partial(self._step, answer))
+            try:
+                self._step(answer)
+            except Exception as error:  # noqa: BLE001 - as `guarded`
+                self._refuse(self._door.fault(error))
 
     def _step(self, answer: Answer | None) -> None:
         """As `_advance`; answers that come at once are a loop, not a recursion as deep as there are workers."""
@@ -180,7 +190,7 @@ class Exchange:
         if isinstance(outcome, GaveUp):
             self._refuse(gave_up(outcome, self._turn, len(door.room)))
             return
-        if len(door.room):
+        if door.room.waiting:
             door.room.notify()
         decode = door.sigma.worker(outcome.decode)
         prefill = door.sigma.worker(outcome.prefill) if outcome.prefill is not None else None
@@ -198,10 +208,10 @@ class Exchange:
         added = b""
         assert self._payload is not None
         if "session_id" not in self._payload.fields:
-            added = b',"session_id":' + msgspec.json.encode(self.session_id)
+            added = b',"session_id":' + _encode(self.session_id)
         if prefill is not None:
             room = secrets.randbelow(_MAX_ROOM)
-            host = msgspec.json.encode(prefill.bootstrap_host)
+            host = _encode(prefill.bootstrap_host)
             added += b',"bootstrap_host":%b,"bootstrap_port":%d,"bootstrap_room":%d' % (host, prefill.bootstrap_port, room)
             self._prefill_half = PrefillHalf(self)
             self._prefill_half.send(*self._message(prefill, f"{self.request_id}.p{number}", added))
@@ -231,7 +241,8 @@ class Exchange:
 
     def completed(self, tail: bytes) -> None:
         """The reply is complete; `tail` is its end."""
-        self.usage = counts(tail)
+        if _COUNTED in tail:
+            self.usage = counts(tail)
         self._finish(ev.End.FAILED if self._client.status >= _ERROR else ev.End.CANCELLED if aborted(tail) else ev.End.COMPLETED)
         self._client.finished()
 
@@ -245,7 +256,7 @@ class Exchange:
         reason = said[1].decode() if said is not None else f"http-{status}"
         blamed = guilty(decision, EngineError(status, reason, ""))
         if blamed is not None and status != CONFLICT:  # a ticket that expired is nobody's fault
-            self._avoid.add(blamed)
+            self._avoid |= {blamed}
         self._retry(reason, f"the engine answered {status}")
         return True
 
@@ -270,14 +281,14 @@ class Exchange:
         """The prefill worker has done its half."""
         if self._decision is not None:
             self._door.sigma.apply(ev.PrefillDone(self._decision.attempt))
-            if len(self._door.room):
+            if self._door.room.waiting:
                 self._door.room.notify()
 
     def _failed(self, reason: str, problem: str, *, guilty: WorkerRef, gone: bool) -> None:
         """A worker failed before the first byte: another one is tried."""
         if gone:
             self._door.sigma.apply(ev.WorkerUnreachable(guilty, gone=True))
-        self._avoid.add(guilty)
+        self._avoid |= {guilty}
         if self._tries_left > 0:
             self._retry(reason, problem)
         else:
@@ -288,7 +299,7 @@ class Exchange:
         if self._decision is not None:
             self._door.observer.retried(self, self._decision, reason, problem)
         self._end_attempt(ev.End.FAILED)
-        self._decide()
+        self.guarded(self._decide)
 
     def _refuse(self, error: KvcError) -> None:
         """The end with an error; a reply that has begun breaks off, because it cannot become another one."""
@@ -348,13 +359,16 @@ class Exchange:
             task.cancel()
         else:
             self._leave_room()
-        self.guarded(partial(self._door.observer.ended, self, decision, end, error))
+        try:
+            self._door.observer.ended(self, decision, end, error)
+        except Exception as fault:  # noqa: BLE001 - the turn is over whatever becomes of its line
+            self._door.fault(fault)
 
     def _leave_room(self) -> None:
         """Gives up the place in the queue; the chance that woke us is the next one's."""
         room = self._door.room
         room.leave(self.request_id)
-        if len(room):
+        if room.waiting:
             room.notify()
 
     def _end_attempt(self, end: ev.End) -> None:

@@ -12,6 +12,7 @@ can carry the next request. One object follows one response.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 MAX_SIZE_LINE_BYTES = 256
 MAX_TRAILER_BYTES = 8192
@@ -21,6 +22,8 @@ _SIZE_START = re.compile(rb"[0-9A-Fa-f]{1,15}(?:[ \t]*|[ \t]*;[^\r\n]*)\r?")
 _STATUS = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9][0-9])( [^\r\n\0]*)?\r\n")
 _FIELD = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*([^\r\n\0]*?)[ \t]*\r\n")
 _CRLF = b"\r\n"
+_PLAIN_SIZE_BYTES = 10
+_NO_SIZE = -1
 _EMPTY, _LENGTH, _CHUNKED, _CLOSE = range(4)
 _VERSION = b"HTTP/1.1"
 _SWITCHING = 101
@@ -124,6 +127,13 @@ class Head:
         return _CRLF.join(kept) + extra + _CRLF
 
 
+@lru_cache(4096)
+def _plain_size(line: bytes) -> int:
+    """A chunk size without extensions; -1 for any other line. Cached: the replies of a mesh have a few sizes."""
+    found = _SIZE.fullmatch(line + _CRLF)
+    return int(found[1], 16) if found is not None and len(found[1]) == len(line) else _NO_SIZE
+
+
 class Body:
     """Follows one response body. `feed` tells how many bytes of what arrived belong to it."""
 
@@ -172,7 +182,10 @@ class Body:
 
     def _chunks(self, data: bytes) -> int:
         """`_left` counts what is left of a chunk, its CRLF included; 0: a size line or a trailer comes next."""
-        position, end = 0, len(data)
+        position = 0 if self._left or self._line or self._in_trailer or self._out is not None else self._whole_chunks(data)
+        end = len(data)
+        if self.done:
+            return position
         while position < end:
             if self._left > 2:  # noqa: PLR2004 - data and CRLF
                 step = min(self._left - 2, end - position)
@@ -194,6 +207,22 @@ class Body:
                 continue
             position = self._size(data, position)
         return end
+
+    def _whole_chunks(self, data: bytes) -> int:
+        """Skips chunks that are there from size to CRLF, as most are, and takes the end without trailers. Returns where to go on."""
+        position = 0
+        while True:
+            line_end = data.find(_CRLF, position, position + _PLAIN_SIZE_BYTES)
+            size = _plain_size(data[position:line_end]) if line_end > position else _NO_SIZE
+            if size == _NO_SIZE:
+                return position
+            after = line_end + 2 + size
+            if data[after : after + 2] != _CRLF:
+                return position
+            position = after + 2
+            if size == 0:
+                self.done = True
+                return position
 
     def _size(self, data: bytes, position: int) -> int:
         line, start = data, position

@@ -77,7 +77,7 @@ class RequestParser:
     def _reset(self) -> None:
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
-        self._head_bytes = 0
+        self._taken: list[tuple[bytes, bytes]] = []
         self._fed_bytes = 0
         self._parts: list[bytes] = []
         self._buffer: bytearray | None = None
@@ -135,7 +135,7 @@ class RequestParser:
     def _not_upgraded(self) -> bytes:
         """Nobody is upgraded here: the head once more, without the offer, so that the body is read as a body."""
         lines = [b"%b %b HTTP/1.1\r\n" % (self._parser.get_method(), self._url)]
-        for name, value in self._headers:
+        for name, value in self._taken:
             if name == b"connection":
                 value = b", ".join(token for token in map(bytes.strip, value.split(b",")) if token.lower() != b"upgrade")  # noqa: PLW2901
             if name != b"upgrade":
@@ -158,16 +158,24 @@ class RequestParser:
             raise HttpRefusedError(431, "the target is too long")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header, or a trailer, which is dropped."""
-        if self.in_body:
-            return
-        self._head_bytes += len(name) + len(value) + _FIELD_BYTES
-        if self._head_bytes > self._limits.head_bytes or len(self._headers) >= self._limits.headers:
-            raise HttpRefusedError(431, "the head is too long")
-        name = name.lower()
-        if name in _WATCHED:
-            self._watch(name, value)
+        """A header, looked at when all are there; or a trailer, which is dropped."""
         self._headers.append((name, value))
+        if len(self._headers) > self._limits.headers:
+            raise HttpRefusedError(431, "the head is too long")
+
+    def _take_headers(self) -> None:
+        """Checks the headers; names become lower case. What comes after them, as trailers, goes nowhere."""
+        size = 0
+        headers = []
+        for name, value in self._headers:
+            size += len(name) + len(value) + _FIELD_BYTES
+            name = name.lower()  # noqa: PLW2901 - nobody wants the other one
+            if name in _WATCHED:
+                self._watch(name, value)
+            headers.append((name, value))
+        if size > self._limits.head_bytes:
+            raise HttpRefusedError(431, "the head is too long")
+        self._headers, self._taken = [], headers
 
     def _watch(self, name: bytes, value: bytes) -> None:
         """A header that concerns the connection or the framing."""
@@ -196,6 +204,7 @@ class RequestParser:
         """The head is complete."""
         self.in_body = True
         self.head_open = False
+        self._take_headers()
         if self._upgrade and self._parser.should_upgrade() and self._parser.get_method() != b"CONNECT":
             return  # it comes again, without the offer
         version = self._parser.get_http_version()
@@ -209,9 +218,9 @@ class RequestParser:
         if not self._url.startswith(_SLASH) or b"#" in self._url:
             self._target()
         if self._named:
-            self._headers = [header for header in self._headers if header[0] not in self._named]
+            self._taken = [header for header in self._taken if header[0] not in self._named]
         if self._expects or self._chunked or self._length > BIG_BODY_BYTES:
-            self._sink.request_is_big(self._url.partition(b"?")[0], self._headers)
+            self._sink.request_is_big(self._url.partition(b"?")[0], self._taken)
             if self._expects and version == "1.1" and (self._length or self._chunked):
                 self._sink.request_expects()
 
@@ -245,14 +254,8 @@ class RequestParser:
             return
         url, parts = self._url, self._parts
         body = bytes(self._buffer) if self._buffer is not None else parts[0] if len(parts) == 1 else b"".join(parts)
-        request = HttpRequest(
-            method=self._parser.get_method(),
-            path=url.partition(b"?")[0],
-            target=url,
-            headers=self._headers,
-            body=body,
-            keep_alive=self._parser.should_keep_alive(),
-            http10=self._parser.get_http_version() == "1.0",
-        )
+        parser = self._parser
+        path, keep_alive, http10 = url.partition(b"?")[0], parser.should_keep_alive(), parser.get_http_version() == "1.0"
+        request = HttpRequest(parser.get_method(), path, url, self._taken, body, keep_alive, http10)
         self._reset()
         self._sink.request_complete(request)
