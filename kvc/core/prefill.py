@@ -31,7 +31,7 @@ def prefill_offer(
     Returns:
         (None, None) when no prefill worker can do it.
     """
-    pool = prefill_pool(turn, sigma, decode, avoid)
+    pool = prefill_pool(turn, sigma, decode, avoid) if sigma.has_prefill else None
     if not pool:
         return None, None
     if sigma.params.executor == "prefill":

@@ -95,6 +95,11 @@ class Sigma:
         """Members of D, in the order they joined, eligible or not."""
         return self._decode
 
+    @property
+    def has_prefill(self) -> bool:
+        """False when |P| = 0."""
+        return bool(self._prefill)
+
     def prefill_workers(self) -> list[WorkerState]:
         """Members of P that may be used."""
         return [worker for worker in self._prefill if not worker.why_not]
@@ -136,16 +141,9 @@ class Sigma:
     def turn(self, session_id: str, chain: Chain, input_tokens: int, output_reserve_tokens: int) -> Turn:
         """The turn to decide on, from what is known of its session; TurnArrived must have been applied."""
         session = self.sessions[session_id]
-        return Turn(
-            session_id=session_id,
-            turn_index=session.turns,
-            chain=chain,
-            input_tokens=input_tokens,
-            output_reserve_tokens=output_reserve_tokens,
-            shared_blocks=self.forest.shared_blocks(session_id, self.params.shared_after),
-            known_session=session.turns > 0,
-            new_tokens=max(0, input_tokens - session.context_tokens),
-        )
+        turns, new_tokens = session.turns, max(0, input_tokens - session.context_tokens)
+        shared_blocks = self.forest.shared_blocks(session_id, self.params.shared_after)
+        return Turn(session_id, turns, chain, input_tokens, output_reserve_tokens, shared_blocks, turns > 0, new_tokens)
 
     def _worker_joined(self, event: ev.WorkerJoined) -> None:
         info = event.info
@@ -356,6 +354,10 @@ class Sigma:
 
     def _place(self, session: SessionState, ref: WorkerRef | None, tokens: int) -> None:
         """Moves the session's tokens to `ref` in the placement load (R26)."""
+        if ref is not None and session.placed == ref and (here := self.worker(ref)) is not None:
+            here.placed_tokens += tokens - session.placed_tokens
+            session.placed_tokens = tokens
+            return
         before = self.worker(session.placed) if session.placed is not None else None
         if before is not None:
             before.placed_tokens -= session.placed_tokens

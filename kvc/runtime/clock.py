@@ -17,9 +17,8 @@ class Clock(Protocol):
 class SystemClock:
     """The machine's monotonic clock."""
 
-    def now_s(self) -> float:
-        """Seconds, as `time.monotonic` counts them."""
-        return time.monotonic()
+    now_s = staticmethod(time.monotonic)
+    """Seconds, without a call in between: a request looks at the clock nine times."""
 
 
 class ManualClock:

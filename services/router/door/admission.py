@@ -46,14 +46,8 @@ class LocalAdmission:
             return
         known = worker.facts
         matched = resident_blocks(ask.turn.chain, worker.resident) * worker.info.block_tokens
-        facts = Facts(
-            worker.info.capacity_tokens,
-            held_tokens=known.held_tokens if known is not None else 0,
-            reserved_tokens=known.reserved_tokens if known is not None else 0,
-            evictable_tokens=known.evictable_tokens if known is not None else 0,
-            matched_tokens=matched,
-            prefill_tokens_per_s=worker.info.prefill_tokens_per_s,
-        )
+        held = (known.held_tokens, known.reserved_tokens, known.evictable_tokens) if known is not None else (0, 0, 0)
+        facts = Facts(worker.info.capacity_tokens, *held, matched, prefill_tokens_per_s=worker.info.prefill_tokens_per_s)
         outcome = admit(facts, ask.turn, self._sigma.params, ask.offer)
         if isinstance(outcome, Admission):
             answered(Admitted(outcome, facts))

@@ -72,6 +72,7 @@ class RequestParser:
         self._sink = sink
         self._parser = httptools.HttpRequestParser(self)
         self._began = False
+        self._long = False
         self._reset()
 
     def _reset(self) -> None:
@@ -106,6 +107,7 @@ class RequestParser:
         Raises:
             HttpRefusedError: they are no request, or too large a one; the connection cannot be read any further.
         """
+        self._long = self.head_open or len(data) > self._limits.head_bytes
         try:
             while True:
                 try:
@@ -118,6 +120,8 @@ class RequestParser:
         except httptools.HttpParserError as error:
             raise HttpRefusedError(400, f"malformed request: {error}") from None
         if self.head_open or self.in_body:
+            if len(self._headers) > self._limits.headers and self.head_open:
+                raise HttpRefusedError(431, "too many headers")
             self._count(len(data))
 
     def _count(self, size: int) -> None:
@@ -160,22 +164,18 @@ class RequestParser:
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header, looked at when all are there; or a trailer, which is dropped."""
         self._headers.append((name, value))
-        if len(self._headers) > self._limits.headers:
-            raise HttpRefusedError(431, "the head is too long")
 
     def _take_headers(self) -> None:
         """Checks the headers; names become lower case. What comes after them, as trailers, goes nowhere."""
-        size = 0
-        headers = []
-        for name, value in self._headers:
-            size += len(name) + len(value) + _FIELD_BYTES
-            name = name.lower()  # noqa: PLW2901 - nobody wants the other one
-            if name in _WATCHED:
-                self._watch(name, value)
-            headers.append((name, value))
-        if size > self._limits.head_bytes:
+        headers = [(name.lower(), value) for name, value in self._headers]
+        if len(headers) > self._limits.headers:
+            raise HttpRefusedError(431, "too many headers")
+        if self._long and sum(len(name) + len(value) + _FIELD_BYTES for name, value in headers) > self._limits.head_bytes:
             raise HttpRefusedError(431, "the head is too long")
         self._headers, self._taken = [], headers
+        for name, value in headers:
+            if name in _WATCHED:
+                self._watch(name, value)
 
     def _watch(self, name: bytes, value: bytes) -> None:
         """A header that concerns the connection or the framing."""
