@@ -63,6 +63,9 @@ class RouterMetrics(Observer):
             "kvc_router_undecided", "Requests that ended without a turn, by ErrorInfo.reason, or CANCELLED", ["reason"], registry=registry
         )
         self._undecided = bound(undecided, UNDECIDED)
+        hops = [("landed",), ("refused",), ("failed",)]
+        text = "Turns whose question travelled with the request, by what came of it"
+        self._hops = CountCollector("kvc_router_hops", text, registry, ("outcome",), hops).children
         self._retries = Counter("kvc_router_retries", "Engines replaced before the first token", registry=registry)
         text = "Prompt tokens whose KV was reused, as engines report"
         self._cached = CountCollector("kvc_router_cached_tokens", text, registry).children[()]
@@ -78,6 +81,10 @@ class RouterMetrics(Observer):
                 self._refusals[probe.reason].inc()
             elif probe.error:
                 self._unanswered.labels(probe.error).inc()
+
+    def hopped(self, outcome: str) -> None:
+        """A question that travelled with its request was answered: landed, refused or failed."""
+        self._hops[outcome,].value += 1
 
     def retried(self, request: Named, decision: Decision, error: EngineError) -> None:
         """Counts and logs the failure that the caller never sees."""

@@ -28,12 +28,13 @@ class Debt:
 
 
 class Owed:
-    """All such turns. Lives on one event loop; every method mutates."""
+    """All such turns. Lives on one event loop; methods mutate."""
 
     def __init__(self, lost_s: float) -> None:
         """Nobody owes anything. `lost_s`: how long a worker may be away."""
         self._lost_s = lost_s
         self._debts: set[Debt] = set()
+        self._lost: set[WorkerRef] = set()
         self._away: dict[WorkerRef, asyncio.TimerHandle] = {}
 
     @contextmanager
@@ -54,6 +55,7 @@ class Owed:
     def back(self, ref: WorkerRef) -> None:
         """The worker is heard again; earlier lives of it are over."""
         self.over(ref.worker_id, but=ref)
+        self._lost.discard(ref)
         timer = self._away.pop(ref, None)
         if timer is not None:
             timer.cancel()
@@ -62,7 +64,12 @@ class Owed:
         """No life of the worker owes anything any more, `but` one."""
         for ref in [ref for ref in self._away if ref.worker_id == worker_id and ref != but]:
             self._away.pop(ref).cancel()
+            self._lost.discard(ref)
             self._tell(ref)
+
+    def is_lost(self, ref: WorkerRef) -> bool:
+        """True while the worker has been away for too long, for those who look by themselves. Does not mutate."""
+        return ref in self._lost
 
     def close(self) -> None:
         """Waits for nobody any more."""
@@ -71,6 +78,7 @@ class Owed:
         self._away.clear()
 
     def _still_away(self, ref: WorkerRef) -> None:
+        self._lost.add(ref)
         self._tell(ref)
         self._away[ref] = asyncio.get_running_loop().call_later(self._lost_s, self._still_away, ref)  # for turns that came since
 

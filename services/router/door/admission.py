@@ -40,19 +40,20 @@ class LocalAdmission:
 
     def ask(self, ask: Ask, answered: Callable[[Answer], None]) -> None:
         """Answers at once."""
-        worker = self._sigma.worker(ask.worker)
-        if worker is None:
-            answered(Unreachable("NOT_FOUND", gone=True))
-            return
-        known = worker.facts
-        matched = resident_blocks(ask.turn.chain, worker.resident) * worker.info.block_tokens
-        held = (known.held_tokens, known.reserved_tokens, known.evictable_tokens) if known is not None else (0, 0, 0)
-        facts = Facts(worker.info.capacity_tokens, *held, matched, prefill_tokens_per_s=worker.info.prefill_tokens_per_s)
-        outcome = admit(facts, ask.turn, self._sigma.params, ask.offer)
-        if isinstance(outcome, Admission):
-            answered(Admitted(outcome, facts))
-        else:
-            answered(Refused(outcome, facts))
+        answered(local_answer(ask, self._sigma))
+
+
+def local_answer(ask: Ask, sigma: Sigma) -> Admitted | Refused | Unreachable:
+    """Algorithm 2 over what Σ knows of the worker. Reads only."""
+    worker = sigma.worker(ask.worker)
+    if worker is None:
+        return Unreachable("NOT_FOUND", gone=True)
+    known = worker.facts
+    matched = resident_blocks(ask.turn.chain, worker.resident) * worker.info.block_tokens
+    held = (known.held_tokens, known.reserved_tokens, known.evictable_tokens) if known is not None else (0, 0, 0)
+    facts = Facts(worker.info.capacity_tokens, *held, matched, prefill_tokens_per_s=worker.info.prefill_tokens_per_s)
+    outcome = admit(facts, ask.turn, sigma.params, ask.offer)
+    return Admitted(outcome, facts) if isinstance(outcome, Admission) else Refused(outcome, facts)
 
 
 class TaskAdmission:

@@ -81,6 +81,7 @@ class Door:
         self.gate = router.gate
         self.janitor = router.janitor
         self.clock = router.clock
+        self.one_hop = config.one_hop and config.admission != "off" and router.config.policy == "kvc"
         self.retries = router.config.engines.retries
         self.timeout_s = router.config.requests.timeout_s
         self.default_output_tokens = config.default_output_tokens

@@ -20,14 +20,16 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvc.core import events as ev
-from kvc.core.dispatch import Admitted, Ask, Pause, Resumed, WaitForRoom
+from kvc.core.dispatch import Admitted, Ask, Pause, Resumed, Unreachable, WaitForRoom
 from kvc.core.types import Decision, GaveUp
+from kvc.engine.hop import hop_rid
 from kvc.errors import DeadlineExceeded, KvcError, Unavailable
 from services.router.door.halves import CONFLICT, DecodeHalf, PrefillHalf
+from services.router.door.hop import promise
 from services.router.door.payload import Payload
 from services.router.door.request import message_for, output_tokens_of, prompt_of
 from services.router.door.usage import aborted, counts
-from services.router.failures import gave_up, guilty
+from services.router.failures import gave_up, guilty, lost
 from services.router.ports import EngineError
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 
     from kvc.core.blocks import Chain
     from kvc.core.dispatch import Answer, Dispatch, Effect
-    from kvc.core.types import Turn, WorkerInfo, WorkerRef
+    from kvc.core.types import Attempt, Turn, WorkerInfo, WorkerRef
     from services.router.door.client import Client
     from services.router.door.door import Door
     from services.router.door.request import HttpRequest
@@ -67,6 +69,10 @@ class Exchange:
     _asked: Ask | None = None
     _answer: Answer | None = None
     _asking = False
+    _may_hop = True
+    _promise: Admitted | None = None
+    _landed: DecodeHalf | None = None
+    _hop_attempt: Attempt | None = None
     _task: asyncio.Task[None] | None = None
     _inside = False
     _over = False
@@ -161,7 +167,10 @@ class Exchange:
                 self._spawn(partial(self._wait, effect))
                 return
             self._attempt = effect.attempt.attempt_number + 1
-            self._asked, self._answer, self._asking = effect, None, True
+            self._asked = effect
+            if self._may_hop and self._door.one_hop and self._hops(effect):
+                return
+            self._answer, self._asking = None, True
             try:
                 self._door.admission.ask(effect, self._advance)
             finally:
@@ -169,6 +178,38 @@ class Exchange:
             answer = self._answer
             if answer is None:
                 return
+
+    def _hops(self, ask: Ask) -> bool:
+        """Sends a turn on hot KV with its question in the rid. False when the question must be asked first."""
+        door = self._door
+        promised = promise(ask, door.sigma)
+        decode = door.sigma.worker(ask.worker)
+        if promised is None or decode is None:
+            return False
+        self._may_hop, self._promise, self._hop_attempt = False, promised, ask.attempt
+        self._send(hop_rid(ask.worker.epoch, ask.attempt), decode.info, None)
+        return True
+
+    def _land(self) -> bool:
+        """The reply to a hop begins, which is the worker's yes. False when Algorithm 3 does not want it any more."""
+        half, self._decode_half = self._decode_half, None
+        promised, self._promise = self._promise, None
+        assert half is not None and promised is not None  # noqa: PT018 - a hop has both
+        self._landed = half
+        self._advance(promised)
+        self._landed = None
+        if self._decode_half is half:
+            self._door.observer.hopped("landed")
+            return True
+        half.cancel()
+        return False
+
+    def _ask_after_all(self, outcome: str) -> None:
+        """The hop was refused: the question is asked, and its answer is the worker's."""
+        self._door.observer.hopped(outcome)
+        self._promise = self._decode_half = None
+        assert self._asked is not None
+        self._door.admission.ask(self._asked, self._advance)
 
     async def _wait(self, effect: Effect) -> None:
         door = self._door
@@ -186,25 +227,29 @@ class Exchange:
         if isinstance(outcome, Decision):
             self._decision = outcome  # at once: its attempt is open in Σ from here on
             self._attempt = outcome.attempt.attempt_number + 1
-        door.observer.decided(outcome, door.clock.now_s() - self.arrived_s)
+        landed, self._landed = self._landed, None
+        door.observer.decided(outcome, (self.sent_s if landed is not None else door.clock.now_s()) - self.arrived_s)
         if isinstance(outcome, GaveUp):
             self._refuse(gave_up(outcome, self._turn, len(door.room)))
             return
         if door.room.waiting:
             door.room.notify()
+        if landed is not None and outcome.attempt == self._hop_attempt:
+            self._decode_half = landed
+            return
         decode = door.sigma.worker(outcome.decode)
         prefill = door.sigma.worker(outcome.prefill) if outcome.prefill is not None else None
         if decode is None or (outcome.prefill is not None and prefill is None):
             left = outcome.decode if decode is None or outcome.prefill is None else outcome.prefill
             self._failed("worker-left", "the worker left before the turn reached it", guilty=left, gone=False)
             return
-        self._send(outcome, decode.info, prefill.info if prefill is not None else None)
+        ticket = outcome.admission.ticket if outcome.admission is not None else ""
+        rid = ticket or f"{self.request_id}.{outcome.attempt.attempt_number}"
+        self._send(rid, decode.info, prefill.info if prefill is not None else None)
 
     # --- sending ------------------------------------------------------------------------------------------------------------------
 
-    def _send(self, decision: Decision, decode: WorkerInfo, prefill: WorkerInfo | None) -> None:
-        number = decision.attempt.attempt_number
-        ticket = decision.admission.ticket if decision.admission is not None else f"{self.request_id}.{number}"
+    def _send(self, rid: str, decode: WorkerInfo, prefill: WorkerInfo | None) -> None:
         added = b""
         assert self._payload is not None
         if "session_id" not in self._payload.fields:
@@ -214,10 +259,10 @@ class Exchange:
             host = _encode(prefill.bootstrap_host)
             added += b',"bootstrap_host":%b,"bootstrap_port":%d,"bootstrap_room":%d' % (host, prefill.bootstrap_port, room)
             self._prefill_half = PrefillHalf(self)
-            self._prefill_half.send(*self._message(prefill, f"{self.request_id}.p{number}", added))
+            self._prefill_half.send(*self._message(prefill, f"{self.request_id}.p{self._attempt}", added))
         self.sent_s = self._door.clock.now_s()
         self._decode_half = DecodeHalf(self, self._client)
-        self._decode_half.send(*self._message(decode, ticket, added))
+        self._decode_half.send(*self._message(decode, rid, added))
 
     def _message(self, worker: WorkerInfo, rid: str, added: bytes) -> tuple[Pool, bytes]:
         """The request as an engine gets it, and where: the client's body with the mesh's own keys appended."""
@@ -228,8 +273,10 @@ class Exchange:
 
     # --- what the decode worker's half tells ---------------------------------------------------------------------------------------
 
-    def begins(self) -> bytes:
-        """The reply begins. Returns the lines that the door adds to its head."""
+    def begins(self) -> bytes | None:
+        """The reply begins. Returns the lines that the door adds to its head; None: the reply is not wanted, and was cut off."""
+        if self._promise is not None and not self._land():
+            return None
         decision = self._decision
         assert decision is not None
         self.first_s = self._door.clock.now_s()
@@ -248,6 +295,9 @@ class Exchange:
 
     def rejected(self, status: int, body: bytearray) -> bool:
         """The engine answered with an error that another one may not have; true when the request is tried again."""
+        if self._promise is not None:
+            self._ask_after_all("refused" if status == CONFLICT else "failed")
+            return True
         if self._tries_left <= 0:
             return False
         decision = self._decision
@@ -262,8 +312,19 @@ class Exchange:
 
     def decode_failed(self, reason: str, problem: str, *, gone: bool) -> None:
         """The decode worker failed before the first byte."""
+        if self._promise is not None:
+            self._hop_failed(gone=gone)
+            return
         assert self._decision is not None
         self._failed(reason, problem, guilty=self._decision.decode, gone=gone)
+
+    def _hop_failed(self, *, gone: bool) -> None:
+        """The worker could not be reached, or is lost: that is its answer to the question."""
+        self._door.observer.hopped("failed")
+        half, self._decode_half, self._promise = self._decode_half, None, None
+        if half is not None:
+            half.cancel()
+        self._advance(Unreachable("UNAVAILABLE", gone=gone))
 
     def broken(self, problem: str) -> None:
         """The decode worker failed in the middle of the reply."""
@@ -319,6 +380,21 @@ class Exchange:
         """Called a few times a second: the request's deadline."""
         if now_s >= self.arrived_s + self._door.timeout_s:
             self._refuse(DeadlineExceeded(f"the request took more than {self._door.timeout_s} s"))
+        elif self._decode_half is not None and not self._decode_half.started:
+            self._check_workers()
+
+    def _check_workers(self) -> None:
+        """A turn without its first byte moves on when nobody hears of a worker that owes it, as in services/router/owed.py."""
+        owed, decision = self._door.router.owed, self._decision
+        if self._promise is not None:
+            if self._asked is not None and owed.is_lost(self._asked.worker):
+                self._hop_failed(gone=True)
+        elif decision is not None:
+            for ref in (decision.decode, decision.prefill):
+                if ref is not None and owed.is_lost(ref):
+                    error = lost(decision, ref)
+                    self._failed(error.reason, error.message, guilty=ref, gone=error.gone)
+                    return
 
     def cancel(self) -> None:
         """The client is gone: everything stops, and is accounted."""

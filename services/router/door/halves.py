@@ -115,13 +115,17 @@ class DecodeHalf(_Half):
         else:
             self._head = head
 
-    def _begin(self, head: Head, rest: bytes) -> None:
-        """The reply begins: from here on nothing can be tried again, and what that would need is let go."""
+    def _begin(self, head: Head, rest: bytes) -> bool:
+        """The reply begins: from here on nothing can be tried again, and what that would need is let go. False: it is not wanted."""
         assert self._exchange is not None
+        lines = self._exchange.begins()
+        if lines is None:
+            return False
         self.started = True
         self._message, self._head, self._error_body = b"", None, None
         self._tail = rest[-TAIL_BYTES:]
-        self._client.splice_head(head, self._exchange.begins(), rest)
+        self._client.splice_head(head, lines, rest)
+        return True
 
     def reply_data(self, data: bytes) -> None:
         """More bytes, as they came."""
@@ -149,7 +153,8 @@ class DecodeHalf(_Half):
             if body is not None and exchange.rejected(head.status, body):
                 return
             # What no other worker is asked any more reaches the client as the engine sent it, errors too (F75).
-            self._begin(head, bytes(body or b""))
+            if not self._begin(head, bytes(body or b"")):
+                return
         exchange.completed(self._tail)
 
     def _failed(self, what: str, problem: str, *, gone: bool) -> None:

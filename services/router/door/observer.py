@@ -30,6 +30,10 @@ class DoorObserver:
         """Dispatch returned."""
         self._metrics.decided(outcome, decide_s)
 
+    def hopped(self, outcome: str) -> None:
+        """A one-hop admission landed, was refused or failed."""
+        self._metrics.hopped(outcome)
+
     def retried(self, exchange: Exchange, decision: Decision, reason: str, problem: str) -> None:
         """A worker failed before the first byte."""
         self._metrics.retried(exchange, decision, EngineError(0, reason, problem))
