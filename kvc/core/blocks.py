@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import sys
 from array import array
+from functools import lru_cache
+from struct import Struct
 from typing import TYPE_CHECKING, TypeAlias
 
 import xxhash
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 TOKEN_BYTES = 4
 HASH_BYTES = 8
+_RUN_BLOCKS = 32
 
 Chain: TypeAlias = "array[int]"
 """array("Q"): one u64 a block."""
@@ -82,11 +85,21 @@ def extend_blocks(chain: array[int], tokens: bytes | memoryview, block_tokens: i
     step = block_tokens * TOKEN_BYTES
     parent = chain[-1] if chain else seed
     digest = xxhash.xxh3_64_intdigest
-    append = chain.append
     view = memoryview(tokens)
-    for start in range(0, len(tokens) - step + 1, step):
+    first = 0
+    if len(tokens) >= step * _RUN_BLOCKS:  # many blocks are cut at once: twice as fast as one slice a block
+        runs = _runs_of(step)
+        first = len(tokens) // runs.size * runs.size
+        chain.fromlist([parent := digest(block, parent) for run in runs.iter_unpack(view[:first]) for block in run])
+    for start in range(first, len(tokens) - step + 1, step):
         parent = digest(view[start : start + step], parent)
-        append(parent)
+        chain.append(parent)
+
+
+@lru_cache(maxsize=16)
+def _runs_of(step: int) -> Struct:
+    """Cuts bytes into runs of blocks of `step` bytes."""
+    return Struct(f"{step}s" * _RUN_BLOCKS)
 
 
 def extend_chain(chain: array[int], tokens: bytes, block_tokens: int, seed: int) -> None:

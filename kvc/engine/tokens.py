@@ -42,7 +42,9 @@ def encode_text(text: str | bytes) -> bytes:
     Raises:
         UnicodeEncodeError: the text holds lone surrogates.
     """
-    data = text.encode() if isinstance(text, str) else text
+    if isinstance(text, str):  # no byte of UTF-8 is above 0xf4, so every token fits in a byte
+        return text.encode().translate(_LOW).decode("latin-1").encode("utf-32-le")
+    data = text
     packed = bytearray(TOKEN_BYTES * len(data))
     packed[0::TOKEN_BYTES] = data.translate(_LOW)
     packed[1::TOKEN_BYTES] = data.translate(_HIGH)

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from kvc.core.blocks import hash_chain, pack_tokens
 from kvc.errors import InvalidField
 from services.router.door.conversations import MAX_MESSAGES, Conversations, Prompt
 from services.router.door.payload import Payload
-from services.router.door.request import CHAT, COMPLETIONS, GENERATE, MESSAGES, HttpRequest, prompt_of
+from services.router.door.request import CHAT, COMPLETIONS, GENERATE, MESSAGES, HttpRequest, payload_of, prompt_of
 from services.router.door.tokenizers import ReferenceTokenizer
 
 if TYPE_CHECKING:
@@ -55,10 +56,16 @@ class Model:
     seen: list[tuple[array[int], array[int]]] = field(default_factory=list)
 
     def chat(self, messages: list[Message], spaces: str, preamble: bytes, name: str | None, group: bytes, busy: Collection[str]) -> str:
-        prompt = self.real.chat(encoded(messages, spaces), preamble, name, group, busy)
+        prompt = prompt_of(*self.asked(encoded(messages, spaces), preamble, name, group), self.real, busy)
         check(prompt, whole_prompt(messages))
         where = [(preamble, group, "chat", tuple(messages[:count])) for count in range(1, len(messages) + 1)]
         return self._settle(prompt, where, name, busy)
+
+    def asked(self, messages: bytes, preamble: bytes, name: str | None, group: bytes) -> tuple[HttpRequest, Payload]:
+        body = b'{"messages":%b,"tools":"%b","prompt_cache_key":"%b"}' % (messages, preamble or b"none", group or b"nobody")
+        headers = [(b"x-session-id", name.encode())] if name is not None else []
+        made = HttpRequest(b"POST", CHAT, CHAT, headers, body, keep_alive=True, http10=False)
+        return made, payload_of(made, self.real)
 
     def tokens(self, ids: list[int], name: str | None, group: bytes, busy: Collection[str]) -> str:
         packed = pack_tokens(ids)
@@ -92,6 +99,9 @@ class Model:
         """Nothing is left in the index, and every byte is counted."""
         live = self.real._by_session
         assert self.real.held_bytes == sum(known.held_bytes for known in live.values())
+        for known in live.values():
+            assert known.tail_bytes == sum(map(len, known.tails))
+            assert len(known.keys) == len(known.tails) - 1 == len(known.tokens_before) - 1 >= known.messages
         for key, session_id in self.real._by_key.items():
             assert live[session_id].index_key == key
 
@@ -123,7 +133,7 @@ def test_the_chain_is_that_of_the_whole_prompt_and_the_session_the_longest_known
         if doing == "refused":
             bad = encoded([*history, ("user", "fine")])[:-1] + b',{"role":1}]'
             with pytest.raises(InvalidField):
-                model.real.chat(bad, preamble, name, group, busy)
+                prompt_of(*model.asked(bad, preamble, name, group), model.real, busy)
             model.books()
             continue
         if doing == "fork":
@@ -173,6 +183,35 @@ def test_a_turn_costs_what_it_appends() -> None:
         history.append(("user", "one more"))
         check(real.chat(encoded(history), b"", name, b"", ()), whole_prompt(history))
         assert len(tokenized) == 1
+
+
+def test_the_way_back_and_forth_costs_nothing() -> None:
+    """A client that goes back some turns, and says the same again, is not tokenized again."""
+    tokenized: list[bytes] = []
+
+    class Counting(ReferenceTokenizer):
+        def message(self, raw: bytes | msgspec.Raw) -> bytes:
+            tokenized.append(bytes(raw))
+            return super().message(raw)
+
+    model = Model(Conversations(Counting(), BLOCK, SEED))
+    history: list[Message] = [("user", f"message {index}") for index in range(9)]
+    for count in (3, 6, 9, 2, 4, 4, 9, 1, 9):
+        model.chat(history[:count], "", b"", "s", b"", ())
+    assert len(tokenized) == len(history)
+    model.chat([*history[:3], ("user", "another way")], "", b"", "s", b"", ())
+    model.chat(history[:5], "", b"", "s", b"", ())
+    assert len(tokenized) == len(history) + 1 + 2
+
+
+def test_the_same_request_again_reads_nothing_again() -> None:
+    real = Conversations(TOKENIZER, BLOCK, SEED)
+    model = Model(real)
+    model.chat([("user", "hello")], "", b"", "s", b"", ())
+    written = real.written("s")
+    assert written is not None
+    model.chat([("user", "hello")], "", b"", "s", b"", ())
+    assert real.written("s") is written
 
 
 def test_a_message_that_is_refused_changes_nothing() -> None:

@@ -6,8 +6,9 @@ conversation when its messages begin with all messages of that conversation's la
 compaction, a rewrite, a second turn while the first is in flight) is a session of its own, and finds the KV it shares through its
 block hashes.
 
-A conversation remembers one key a message and the tokens before it, so a turn costs its new messages: one digest over the old
-messages' bytes proves that they are unchanged.
+A conversation remembers one key a message, the tokens before it and how its last body began, so a turn costs its new messages: one
+digest over the old ones' bytes proves that they are unchanged. What a session said after the last message of its last request is kept
+until it says something else there: a client that goes back some turns and comes the same way again costs no tokens either.
 """
 
 from __future__ import annotations
@@ -15,32 +16,33 @@ from __future__ import annotations
 import uuid
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 import xxhash
 
-from kvc.core.blocks import TOKEN_BYTES, common_blocks, extend_blocks, extend_chain
+from kvc.core.blocks import HASH_BYTES, TOKEN_BYTES, common_blocks, extend_blocks, extend_chain
 from kvc.errors import InvalidField
 
 if TYPE_CHECKING:
     from collections.abc import Container
 
     from kvc.core.blocks import Chain
+    from services.router.door.payload import Written
 
 _decode_messages = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _digest = xxhash.xxh3_128_digest
 MAX_MESSAGES = 65_536
 MOST_SAID = 131_072
 """Messages whose tokens are known by a digest: some 25 MB. Those beyond are tokenized once more when they come again."""
-_ENTRY_BYTES = 1200
-_MESSAGE_BYTES = 64
+_ENTRY_BYTES = 1500
+_MESSAGE_BYTES = 160
 
 
 class MessageTokenizer(Protocol):
     """Tokens of a chat prompt, message by message: special tokens separate messages, so the prompt is their concatenation."""
 
-    def message(self, raw: bytes) -> bytes:
+    def message(self, raw: bytes | msgspec.Raw) -> bytes:
         """Packed tokens of one message, given as JSON.
 
         Raises:
@@ -59,43 +61,66 @@ class MessageTokenizer(Protocol):
 
 @dataclass(slots=True)
 class Conversation:
-    """A session's last prompt.
+    """What a session said.
 
     Attributes:
         session_id: the session.
         group: what its identity is compared inside.
-        preamble: digest of what else shapes the prompt (model, tools, system).
-        of_tokens: it was given as text or token ids, not as messages.
-        raw_bytes: length of the last request's messages without the closing bracket, or of its full blocks of tokens.
-        raw_digest: digest of those bytes.
+        preamble: digest of what else shapes the prompt (tools, arguments of the template).
+        lead: digest of a message before the request's own; empty when there is none.
+        written: how the last request's body began; None when nobody is going to ask.
+        messages: in the last request, `lead` included. Keys, tokens and blocks of those after it are of earlier requests.
         keys: one a message, chained: a key names the conversation up to and including its message.
         tokens_before: tokens before message i, and after the last.
+        tails: of those tokens the ones after the last full block, packed.
+        tail_bytes: length of all tails together.
         chain: hashes of the full blocks of the messages, without the generation prompt.
-        tail: packed tokens after the last full block.
+        tokens_digest: of the full blocks' tokens, when they were given as a text or token ids; empty for messages.
         index_key: under which the index finds it.
+        counted_bytes: `held_bytes` as it is in the books.
     """
 
     session_id: str
     group: bytes
     preamble: bytes
-    of_tokens: bool = False
-    raw_bytes: int = 0
-    raw_digest: bytes = b""
+    lead: bytes = b""
+    written: Written | None = None
+    messages: int = 0
     keys: list[bytes] = field(default_factory=list)
     tokens_before: array[int] = field(default_factory=lambda: array("q", (0,)))
+    tails: list[bytes] = field(default_factory=lambda: [b""])
+    tail_bytes: int = 0
     chain: Chain = field(default_factory=lambda: array("Q"))
-    tail: bytes = b""
+    tokens_digest: bytes = b""
     index_key: bytes = b""
+    counted_bytes: int = 0
 
     @property
     def held_bytes(self) -> int:
         """What remembering it costs, roughly."""
-        return _ENTRY_BYTES + 8 * len(self.chain) + _MESSAGE_BYTES * len(self.keys)
+        return _ENTRY_BYTES + HASH_BYTES * len(self.chain) + _MESSAGE_BYTES * len(self.keys) + self.tail_bytes
+
+    def cut(self, messages: int, block_tokens: int) -> None:
+        """Forgets all messages but the first ones."""
+        del self.keys[messages:]
+        del self.tokens_before[messages + 1 :]
+        self.tail_bytes -= sum(map(len, self.tails[messages + 1 :]))
+        del self.tails[messages + 1 :]
+        del self.chain[self.tokens_before[-1] // block_tokens :]
+
+    def append(self, key: bytes, tokens: bytes, block_tokens: int, seed: int) -> None:
+        """Adds a message."""
+        self.keys.append(key)
+        self.tokens_before.append(self.tokens_before[-1] + len(tokens) // TOKEN_BYTES)
+        tail = self.tails[-1] + tokens
+        extend_blocks(self.chain, tail, block_tokens, seed)
+        tail = tail[len(tail) - len(tail) % (block_tokens * TOKEN_BYTES) :]
+        self.tails.append(tail)
+        self.tail_bytes += len(tail)
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """What routing needs to know of a request."""
+class Prompt(NamedTuple):
+    """What routing needs to know of a request. Nobody changes the chain."""
 
     session_id: str
     chain: Chain
@@ -118,6 +143,7 @@ class Conversations:
             max_bytes: cap on what is remembered of all of them; the newest one always stays.
         """
         self._tokenizer = tokenizer
+        self._generation_prompt = tokenizer.generation_prompt()
         self._block_tokens = block_tokens
         self._seed = seed
         self._most = max_conversations
@@ -131,7 +157,39 @@ class Conversations:
         """Conversations remembered."""
         return len(self._by_session)
 
-    def chat(self, messages: bytes, preamble: bytes, session_id: str | None, group: bytes, busy: Container[str]) -> Prompt:
+    def written(self, session_id: str) -> Written | None:
+        """How a session's last body began; None when that is not known."""
+        known = self._by_session.get(session_id)
+        return known.written if known is not None else None
+
+    def follows(self, written: Written, session_id: str, preamble: bytes, group: bytes, lead: bytes) -> bool:
+        """True when a body that begins as `written` continues the session's messages."""
+        known = self._by_session.get(session_id)
+        return (
+            known is not None
+            and known.written is written
+            and known.preamble == preamble
+            and known.group == group
+            and known.lead == (_digest(lead) if lead else b"")
+        )
+
+    def wrote(self, session_id: str, written: Written | None) -> None:
+        """Remembers how the body of the session's last request began."""
+        known = self._by_session.get(session_id)
+        if known is not None:
+            known.written = written
+
+    def chat(
+        self,
+        messages: bytes | msgspec.Raw,
+        preamble: bytes,
+        session_id: str | None,
+        group: bytes,
+        busy: Container[str],
+        *,
+        lead: bytes = b"",
+        follows: bool = False,
+    ) -> Prompt:
         """The prompt of a chat request.
 
         Args:
@@ -140,30 +198,43 @@ class Conversations:
             session_id: the session, when the client names it.
             group: what identity is compared inside.
             busy: sessions with a turn in flight, which a request without a name cannot continue.
+            lead: JSON of a message before them, if there is one.
+            follows: the first element of `messages` stands for the session's messages so far (`Payload.known`, `follows`).
 
         Raises:
             InvalidField: `messages` is no array of chat messages.
         """
         known = self._by_session.get(session_id) if session_id is not None else None
-        if known is not None and (known.of_tokens or known.preamble != preamble or known.group != group):
-            known = None
-        raws = self._unchanged(known, messages) if known is not None else None
-        if raws is not None and known is not None:
-            keys, runs = self._keyed(known.keys[-1] if known.keys else _root(preamble, group), raws)
-            tokens = self._tokens(raws, runs, 0)
-            self.forget(known.session_id)
-            return self._extended(known, messages, keys, tokens)
         raws = _split(messages)
-        keys, runs = self._keyed(_root(preamble, group), raws)
+        if follows:
+            assert known is not None
+            del raws[0]
+            first, key = known.messages, known.keys[known.messages - 1]
+        else:
+            first, key = 0, _root(preamble, group)
+            if lead and not raws:
+                raise InvalidField("must not be empty", field="messages")
+            if lead:
+                raws.insert(0, msgspec.Raw(lead))
+            if known is not None and (known.tokens_digest or known.preamble != preamble or known.group != group):
+                known = None
+        if first + len(raws) > MAX_MESSAGES:
+            raise InvalidField(f"at most {MAX_MESSAGES} messages are taken", field="messages")
+        keys, runs = self._keyed(key, raws)
         if session_id is None:
             known = self._continued(keys, busy)
         if known is None:
             known = Conversation(session_id or uuid.uuid4().hex, group, preamble)
-        kept = common_blocks(known.keys, keys)
-        tokens = self._tokens(raws, runs, kept)  # may fail: before anything changes
-        self.forget(known.session_id)
-        self._cut(known, raws, kept)
-        return self._extended(known, messages, keys[kept:], tokens)
+        if keys:
+            same = common_blocks(known.keys[first:], keys)
+            tokens = self._tokens(raws, runs, same)  # may fail: before anything changes
+            if tokens:
+                known.cut(first + same, self._block_tokens)
+                for said, run in zip(keys[same:], tokens, strict=True):
+                    known.append(said, run, self._block_tokens, self._seed)
+        known.messages, known.lead, known.written = first + len(keys), _digest(lead) if lead else b"", None
+        self._remember(known, known.keys[known.messages - 1] if known.messages else b"")
+        return self._prompt(known)
 
     def text(self, text: str, preamble: bytes, session_id: str | None, group: bytes, busy: Container[str]) -> Prompt:
         """The prompt of a text request: one message of plain text, whose continuation is a longer text."""
@@ -172,18 +243,18 @@ class Conversations:
     def tokens(self, packed: bytes, preamble: bytes, session_id: str | None, group: bytes, busy: Container[str]) -> Prompt:
         """The prompt of a request given as packed token ids."""
         chain: Chain = array("Q")
+        step = self._block_tokens * TOKEN_BYTES
         known = self._by_session.get(session_id) if session_id is not None else None
-        if known is not None and known.of_tokens and known.raw_bytes <= len(packed):
-            covered = memoryview(packed)[: known.raw_bytes]
-            if _digest(covered) == known.raw_digest:
+        if known is not None and known.tokens_digest and len(known.chain) * step <= len(packed):
+            covered = memoryview(packed)[: len(known.chain) * step]
+            if _digest(covered) == known.tokens_digest:
                 chain = known.chain[:]
         extend_chain(chain, packed, self._block_tokens, self._seed)
         if session_id is None:
             known = self._continued([_block_key(block, preamble, group) for block in chain], busy)
             session_id = known.session_id if known is not None else uuid.uuid4().hex
-        covered_bytes = len(chain) * self._block_tokens * TOKEN_BYTES
-        digest = _digest(memoryview(packed)[:covered_bytes])
-        known = Conversation(session_id, group, preamble, of_tokens=True, raw_bytes=covered_bytes, raw_digest=digest, chain=chain)
+        digest = _digest(memoryview(packed)[: len(chain) * step])
+        known = Conversation(session_id, group, preamble, chain=chain, tokens_digest=digest)
         self._remember(known, _block_key(chain[-1], preamble, group) if chain else b"")
         return Prompt(session_id, chain, len(packed) // TOKEN_BYTES)
 
@@ -191,7 +262,7 @@ class Conversations:
         """Drops a session; an unknown one is fine."""
         known = self._by_session.pop(session_id, None)
         if known is not None:
-            self.held_bytes -= known.held_bytes
+            self.held_bytes -= known.counted_bytes
             if self._by_key.get(known.index_key) == session_id:
                 del self._by_key[known.index_key]
 
@@ -207,7 +278,7 @@ class Conversations:
             written = _digest(raw)
             said = self._said.get(written)
             if said is None:
-                run = runs[index] = self._tokenizer.message(bytes(raw))
+                run = runs[index] = self._tokenizer.message(raw)
                 said = self._said[written] = _digest(run)
                 if len(self._said) > MOST_SAID:
                     del self._said[next(iter(self._said))]
@@ -217,17 +288,7 @@ class Conversations:
 
     def _tokens(self, raws: list[msgspec.Raw], runs: dict[int, bytes], first: int) -> list[bytes]:
         """Tokens of the messages from `first` on; `runs` has some of them."""
-        return [runs.get(index) or self._tokenizer.message(bytes(raws[index])) for index in range(first, len(raws))]
-
-    def _unchanged(self, known: Conversation, messages: bytes) -> list[msgspec.Raw] | None:
-        """The messages after the known ones, when those are byte for byte the same; None when they are not."""
-        size = known.raw_bytes
-        if not size or len(messages) <= size or _digest(memoryview(messages)[:size]) != known.raw_digest:
-            return None
-        rest = messages[size:].lstrip(b" \t\r\n")
-        if rest[:1] == b"]":
-            return []
-        return _split(b"[" + rest[1:]) if rest[:1] == b"," else None
+        return [runs.get(index) or self._tokenizer.message(raws[index]) for index in range(first, len(raws))]
 
     def _continued(self, keys: list[bytes], busy: Container[str]) -> Conversation | None:
         """The longest known conversation that the messages with these keys continue."""
@@ -237,67 +298,31 @@ class Conversations:
                 return self._by_session[session_id]
         return None
 
-    def _cut(self, known: Conversation, raws: list[msgspec.Raw], kept: int) -> None:
-        """Keeps the first `kept` messages of a conversation, which are `raws[:kept]`."""
-        if kept == len(known.keys):
-            return
-        del known.keys[kept:]
-        del known.tokens_before[kept + 1 :]
-        total = known.tokens_before[-1]
-        known.chain = known.chain[: total // self._block_tokens]
-        wanted = total % self._block_tokens * TOKEN_BYTES
-        tail = b""
-        while len(tail) < wanted:
-            kept -= 1
-            tail = self._tokenizer.message(bytes(raws[kept])) + tail
-        known.tail = tail[len(tail) - wanted :] if wanted else b""
-
-    def _extended(self, known: Conversation, messages: bytes, keys: list[bytes], tokens: list[bytes]) -> Prompt:
-        """Appends messages by their keys and tokens; the result's chain also covers the generation prompt."""
-        total = known.tokens_before[-1]
-        for run in tokens:
-            total += len(run) // TOKEN_BYTES
-            known.tokens_before.append(total)
-        known.keys += keys
-        # Turns in flight hold the old chain: a copy is extended (a memcpy of 8 bytes a block).
-        known.chain, known.tail = self._grown(known.chain, b"".join([known.tail, *tokens]))
-        suffix = self._tokenizer.generation_prompt()
-        whole, _ = self._grown(known.chain, known.tail + suffix)
-        known.raw_bytes = messages.rindex(b"]")
-        known.raw_digest = _digest(memoryview(messages)[: known.raw_bytes])
-        self._remember(known, known.keys[-1] if known.keys else b"")
-        return Prompt(known.session_id, whole, total + len(suffix) // TOKEN_BYTES)
-
-    def _grown(self, chain: Chain, tokens: bytes) -> tuple[Chain, bytes]:
-        """`chain` with the blocks that `tokens`, which begin where it ends, make full; and what is left of them."""
-        step = self._block_tokens * TOKEN_BYTES
-        full = len(tokens) // step * step
-        if not full:
-            return chain, tokens
-        grown = chain[:]
-        extend_blocks(grown, tokens[:full], self._block_tokens, self._seed)
-        return grown, tokens[full:]
+    def _prompt(self, known: Conversation) -> Prompt:
+        """The prompt of a conversation's last request; its chain covers the generation prompt, too."""
+        before = known.tokens_before[known.messages]
+        chain = known.chain[: before // self._block_tokens]
+        extend_blocks(chain, known.tails[known.messages] + self._generation_prompt, self._block_tokens, self._seed)
+        return Prompt(known.session_id, chain, before + len(self._generation_prompt) // TOKEN_BYTES)
 
     def _remember(self, known: Conversation, index_key: bytes) -> None:
-        """Puts a conversation in the place of what was known of its session. One that changes must be forgotten first."""
+        """Puts a conversation in the place of what was known of its session."""
         self.forget(known.session_id)
         known.index_key = index_key
         if index_key:
             self._by_key[index_key] = known.session_id
         self._by_session[known.session_id] = known
-        self.held_bytes += known.held_bytes
+        known.counted_bytes = known.held_bytes
+        self.held_bytes += known.counted_bytes
         while len(self._by_session) > self._most or (self.held_bytes > self._most_bytes and len(self._by_session) > 1):
             self.forget(next(iter(self._by_session)))
 
 
-def _split(messages: bytes) -> list[msgspec.Raw]:
+def _split(messages: bytes | msgspec.Raw) -> list[msgspec.Raw]:
     try:
-        raws = _decode_messages(messages)
+        return _decode_messages(messages)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidField(f"not an array of messages: {error}", field="messages") from None
-    if len(raws) > MAX_MESSAGES:
-        raise InvalidField(f"at most {MAX_MESSAGES} messages are taken", field="messages")
-    return raws
 
 
 def _root(preamble: bytes, group: bytes) -> bytes:

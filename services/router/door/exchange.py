@@ -26,8 +26,7 @@ from kvc.engine.hop import hop_rid
 from kvc.errors import DeadlineExceeded, KvcError, Unavailable
 from services.router.door.halves import CONFLICT, DecodeHalf, PrefillHalf
 from services.router.door.hop import promise
-from services.router.door.payload import Payload
-from services.router.door.request import message_for, output_tokens_of, prompt_of
+from services.router.door.request import message_for, output_tokens_of, payload_of, prompt_of
 from services.router.door.usage import aborted, counts
 from services.router.failures import gave_up, guilty, lost
 from services.router.ports import EngineError
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from kvc.core.types import Attempt, Turn, WorkerInfo, WorkerRef
     from services.router.door.client import Client
     from services.router.door.door import Door
+    from services.router.door.payload import Payload
     from services.router.door.request import HttpRequest
     from services.router.door.upstream import Pool
 
@@ -106,9 +106,10 @@ class Exchange:
         door = self._door
         try:
             door.check_room()
-            payload = self._payload = Payload(self.request.body)
+            conversations = door.conversations()
+            payload = self._payload = payload_of(self.request, conversations)
             self._reserve = output_tokens_of(self.request, payload, door.default_output_tokens)
-            prompt = prompt_of(self.request, payload, door.conversations(), door.gate.sessions())
+            prompt = prompt_of(self.request, payload, conversations, door.gate.sessions())
             payload.name_session(prompt.session_id)
             door.check_length(prompt.input_tokens)
         except KvcError as error:
@@ -267,7 +268,7 @@ class Exchange:
     def _message(self, worker: WorkerInfo, rid: str, added: bytes) -> tuple[Pool, bytes]:
         """The request as an engine gets it, and where: the client's body with the mesh's own keys appended."""
         assert self._payload is not None
-        body = self._payload.with_fields(b'"rid":"%b"%b' % (rid.encode(), added))
+        body = self._payload.parts(b'"rid":"%b"%b' % (rid.encode(), added))
         pool = self._door.upstreams.pool(worker.engine_url)
         return pool, message_for(pool, self.request, body, self._client.traceparent)
 

@@ -10,13 +10,13 @@ import xxhash
 from kvc import checks
 from kvc.core.blocks import pack_tokens
 from kvc.errors import InvalidField
+from services.router.door.payload import Payload
 from services.router.prompts import MAX_NEW_TOKENS, MAX_TOKEN_ID, ids_in_range
 
 if TYPE_CHECKING:
     from collections.abc import Container
 
     from services.router.door.conversations import Conversations, Prompt
-    from services.router.door.payload import Payload
     from services.router.door.upstream import Pool
 
 CHAT: Final = b"/v1/chat/completions"
@@ -25,6 +25,8 @@ GENERATE: Final = b"/generate"
 MESSAGES: Final = b"/v1/messages"
 ROUTED: Final = frozenset({CHAT, COMPLETIONS, GENERATE, MESSAGES})
 MAX_GROUP_BYTES = 512
+_CHATS: Final = frozenset({CHAT, MESSAGES})
+_SESSION: Final = b"x-session-id"
 
 # Not passed on to engines: what concerns only this connection, and what the door writes itself.
 DROPPED: Final = frozenset(
@@ -77,18 +79,31 @@ class HttpRequest:
         return None
 
 
+def payload_of(request: HttpRequest, conversations: Conversations) -> Payload:
+    """The request's body, checked. Of a session that the head names, only what its last body did not have is read.
+
+    Raises:
+        InvalidField: it is no JSON object, or has a key that is refused.
+    """
+    name = request.header(_SESSION) if request.path in _CHATS else None
+    return Payload(request.body, conversations.written(name.decode(errors="replace")) if name is not None else None)
+
+
 def session_named(request: HttpRequest, payload: Payload) -> str | None:
     """The session's name, when the client gives one: the header `x-session-id`, else SGLang's `session_id`.
 
     Raises:
         InvalidField: it is no valid name, or given twice.
     """
-    given = [value for key, value in request.headers if key == b"x-session-id"]
-    if len(given) > 1:
-        raise InvalidField("given more than once", field="x-session-id")
-    if given:
+    given = None
+    for key, value in request.headers:
+        if key == _SESSION:
+            if given is not None:
+                raise InvalidField("given more than once", field="x-session-id")
+            given = value
+    if given is not None:
         try:
-            return checks.session_id(given[0].decode(), "x-session-id")
+            return checks.session_id(given.decode(), "x-session-id")
         except UnicodeDecodeError:
             raise InvalidField("not UTF-8", field="x-session-id") from None
     if "session_id" in payload.fields:
@@ -118,14 +133,10 @@ def prompt_of(request: HttpRequest, payload: Payload, conversations: Conversatio
     """
     fields = payload.fields
     session_id, group = session_named(request, payload), group_of(request, payload)
-    if request.path in (CHAT, MESSAGES):
-        messages = fields.get("messages")
-        if messages is None:
+    if request.path in _CHATS:
+        if "messages" not in fields:
             raise InvalidField("is required", field="messages")
-        raw = bytes(messages)
-        if request.path == MESSAGES and "system" in fields and bytes(fields["system"]) != b"null":
-            raw = b'[{"role":"system","content":' + bytes(fields["system"]) + b"}," + raw.lstrip()[1:]
-        return conversations.chat(raw, _preamble(payload), session_id, group, busy)
+        return _chat_prompt(request, payload, conversations, busy, session_id, group)
     name = "text" if request.path == GENERATE and "text" in fields else "prompt" if request.path == COMPLETIONS else "input_ids"
     value = payload.value(name)
     if isinstance(value, str) and value and name != "input_ids":
@@ -133,6 +144,21 @@ def prompt_of(request: HttpRequest, payload: Payload, conversations: Conversatio
     if isinstance(value, list) and value and name != "text":
         return conversations.tokens(_packed(value, bytes(fields[name]), name), b"", session_id, group, busy)
     raise InvalidField("one prompt is needed: a text, or an array of token ids", field=name)
+
+
+def _chat_prompt(
+    request: HttpRequest, payload: Payload, conversations: Conversations, busy: Container[str], session_id: str | None, group: bytes
+) -> Prompt:
+    preamble, lead, known = _preamble(payload), b"", payload.known
+    if request.path == MESSAGES and "system" in payload.fields and bytes(payload.fields["system"]) != b"null":
+        lead = b'{"role":"system","content":%b}' % bytes(payload.fields["system"])
+    follows = known is not None and session_id is not None and conversations.follows(known, session_id, preamble, group, lead)
+    if not follows:
+        payload.read_all()
+    prompt = conversations.chat(payload.fields["messages"], preamble, session_id, group, busy, lead=lead, follows=follows)
+    if session_id is not None:
+        conversations.wrote(session_id, payload.written())
+    return prompt
 
 
 def _preamble(payload: Payload) -> bytes:
@@ -176,10 +202,9 @@ def output_tokens_of(request: HttpRequest, payload: Payload, default: int) -> in
     return default
 
 
-def message_for(pool: Pool, request: HttpRequest, body: bytes, traceparent: bytes) -> bytes:
-    """The request as an engine gets it, with another body."""
+def message_for(pool: Pool, request: HttpRequest, body: tuple[memoryview, bytes], traceparent: bytes) -> bytes:
+    """The request as an engine gets it, with another body, given in parts."""
     lines = [b"POST %b%b HTTP/1.1\r\nhost: %b\r\n" % (pool.prefix, request.target, pool.host_header)]
     lines += [b"%b: %b\r\n" % header for header in request.headers if header[0] not in DROPPED]
-    lines.append(b"content-length: %d\r\ntraceparent: %b\r\n\r\n" % (len(body), traceparent))
-    lines.append(body)
-    return b"".join(lines)
+    lines.append(b"content-length: %d\r\ntraceparent: %b\r\n\r\n" % (len(body[0]) + len(body[1]), traceparent))
+    return b"".join((*lines, *body))

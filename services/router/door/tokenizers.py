@@ -18,7 +18,7 @@ class ReferenceTokenizer:
         """Nothing to load."""
         self._generation_prompt = MESSAGE_START.to_bytes(TOKEN_BYTES, "little") + encode_text("assistant\n")
 
-    def message(self, raw: bytes) -> bytes:
+    def message(self, raw: bytes | msgspec.Raw) -> bytes:
         """Packed tokens of one message.
 
         Raises:
