@@ -10,7 +10,6 @@ The end reaches Σ exactly once, whoever ends the exchange: the engine, the clie
 from __future__ import annotations
 
 import asyncio
-import random
 import re
 import secrets
 from functools import partial
@@ -20,23 +19,20 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvc.core import events as ev
-from kvc.core.dispatch import Admitted, Ask, Pause, Resumed, Unreachable, WaitForRoom
 from kvc.core.types import Decision, GaveUp
-from kvc.engine.hop import hop_rid
 from kvc.errors import DeadlineExceeded, KvcError, Unavailable
+from services.router.door.deciding import Deciding
 from services.router.door.halves import CONFLICT, DecodeHalf, PrefillHalf
-from services.router.door.hop import promise
 from services.router.door.request import message_for, output_tokens_of, payload_of, prompt_of
 from services.router.door.usage import aborted, counts
 from services.router.failures import gave_up, guilty, lost
 from services.router.ports import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping
+    from collections.abc import Callable, Mapping
 
     from kvc.core.blocks import Chain
-    from kvc.core.dispatch import Answer, Dispatch, Effect
-    from kvc.core.types import Attempt, Turn, WorkerInfo, WorkerRef
+    from kvc.core.types import Turn, WorkerInfo, WorkerRef
     from services.router.door.client import Client
     from services.router.door.door import Door
     from services.router.door.payload import Payload
@@ -50,41 +46,25 @@ _COUNTED = b'_tokens"'
 _REASON = re.compile(rb'"type"\s*:\s*"([a-z-]{1,64})"')
 
 
-class Exchange:
+class Exchange(Deciding):
     """One routed request. What most requests never set is a default of the class."""
 
     session_id = ""
     input_tokens = 0
     first_s = 0.0
-    sent_s = 0.0
     usage: Mapping[bytes, int] = MappingProxyType({})
     _payload: Payload | None = None
     _reserve = 0
-    _avoid: frozenset[WorkerRef] = frozenset()
-    _attempt = 0
     _decision: Decision | None = None
-    _steps: Dispatch | None = None
-    _decode_half: DecodeHalf | None = None
     _prefill_half: PrefillHalf | None = None
-    _asked: Ask | None = None
-    _answer: Answer | None = None
-    _asking = False
-    _may_hop = True
-    _promise: Admitted | None = None
-    _landed: DecodeHalf | None = None
-    _hop_attempt: Attempt | None = None
-    _task: asyncio.Task[None] | None = None
     _inside = False
-    _over = False
 
     def __init__(self, door: Door, client: Client, request: HttpRequest) -> None:
         """Does nothing yet."""
-        self._door = door
+        super().__init__(door)
         self._client = client
         self.request = request
-        self.request_id = f"{random.getrandbits(128):032x}"
         self.clock = door.clock
-        self.arrived_s = door.clock.now_s()
         self._tries_left = door.retries
 
     def prompt_tokens(self) -> int:
@@ -134,94 +114,6 @@ class Exchange:
         self._inside = True
         self._turn: Turn = self._door.router.arrive(self.session_id, chain, self.input_tokens, self._reserve)
         self._decide()
-
-    def _decide(self) -> None:
-        self._steps = self._door.router.steps(self._turn, self.request_id, self._attempt, self._avoid)
-        self._step(None)
-
-    def _advance(self, answer: Answer) -> None:
-        """Feeds one answer to the dispatch generator, and performs what it asks for next."""
-        asked, self._asked = self._asked, None
-        if self._over:
-            if asked is not None and isinstance(answer, Admitted):  # nobody waits for it any more, but there is a ticket in it
-                self._door.janitor.release(asked.attempt, asked.worker, answer.admission)
-        elif self._asking:
-            self._answer = answer
-        else:
-            try:
-                self._step(answer)
-            except Exception as error:  # noqa: BLE001 - as `guarded`
-                self._refuse(self._door.fault(error))
-
-    def _step(self, answer: Answer | None) -> None:
-        """As `_advance`; answers that come at once are a loop, not a recursion as deep as there are workers."""
-        steps = self._steps
-        assert steps is not None
-        while True:
-            try:
-                effect = next(steps) if answer is None else steps.send(answer)
-            except StopIteration as stop:
-                self._steps = None
-                self._decided(stop.value)
-                return
-            if not isinstance(effect, Ask):
-                self._spawn(partial(self._wait, effect))
-                return
-            self._attempt = effect.attempt.attempt_number + 1
-            self._asked = effect
-            if self._may_hop and self._door.one_hop and self._hops(effect):
-                return
-            self._answer, self._asking = None, True
-            try:
-                self._door.admission.ask(effect, self._advance)
-            finally:
-                self._asking = False
-            answer = self._answer
-            if answer is None:
-                return
-
-    def _hops(self, ask: Ask) -> bool:
-        """Sends a turn on hot KV with its question in the rid. False when the question must be asked first."""
-        door = self._door
-        promised = promise(ask, door.sigma)
-        decode = door.sigma.worker(ask.worker)
-        if promised is None or decode is None:
-            return False
-        self._may_hop, self._promise, self._hop_attempt = False, promised, ask.attempt
-        self._send(hop_rid(ask.worker.epoch, ask.attempt), decode.info, None)
-        return True
-
-    def _land(self) -> bool:
-        """The reply to a hop begins, which is the worker's yes. False when Algorithm 3 does not want it any more."""
-        half, self._decode_half = self._decode_half, None
-        promised, self._promise = self._promise, None
-        assert half is not None and promised is not None  # noqa: PT018 - a hop has both
-        self._landed = half
-        self._advance(promised)
-        self._landed = None
-        if self._decode_half is half:
-            self._door.observer.hopped("landed")
-            return True
-        half.cancel()
-        return False
-
-    def _ask_after_all(self, outcome: str) -> None:
-        """The hop was refused: the question is asked, and its answer is the worker's."""
-        self._door.observer.hopped(outcome)
-        self._promise = self._decode_half = None
-        assert self._asked is not None
-        self._door.admission.ask(self._asked, self._advance)
-
-    async def _wait(self, effect: Effect) -> None:
-        door = self._door
-        deadline_s = self.arrived_s + door.timeout_s
-        if isinstance(effect, WaitForRoom):
-            self._advance(await door.room.wait(self.request_id, effect, deadline_s))
-            return
-        assert isinstance(effect, Pause)
-        pause_s = effect.at_least_s + random.uniform(0.0, effect.jitter_s)  # noqa: S311 - spreads retries, guards nothing
-        await asyncio.sleep(pause_s)
-        self._advance(Resumed("room", pause_s))
 
     def _decided(self, outcome: Decision | GaveUp) -> None:
         door = self._door
@@ -318,14 +210,6 @@ class Exchange:
             return
         assert self._decision is not None
         self._failed(reason, problem, guilty=self._decision.decode, gone=gone)
-
-    def _hop_failed(self, *, gone: bool) -> None:
-        """The worker could not be reached, or is lost: that is its answer to the question."""
-        self._door.observer.hopped("failed")
-        half, self._decode_half, self._promise = self._decode_half, None, None
-        if half is not None:
-            half.cancel()
-        self._advance(Unreachable("UNAVAILABLE", gone=gone))
 
     def broken(self, problem: str) -> None:
         """The decode worker failed in the middle of the reply."""
@@ -441,13 +325,6 @@ class Exchange:
         except Exception as fault:  # noqa: BLE001 - the turn is over whatever becomes of its line
             self._door.fault(fault)
 
-    def _leave_room(self) -> None:
-        """Gives up the place in the queue; the chance that woke us is the next one's."""
-        room = self._door.room
-        room.leave(self.request_id)
-        if room.waiting:
-            room.notify()
-
     def _end_attempt(self, end: ev.End) -> None:
         """Ends what runs on engines, and tells Σ."""
         decision, self._decision = self._decision, None
@@ -460,22 +337,5 @@ class Exchange:
         if decision is None:
             return
         self._door.sigma.apply(ev.TurnEnded(decision.attempt, end, self.prompt_tokens(), self.output_tokens()))
-        if end is not ev.End.COMPLETED and decision.admission is not None:
+        if end is not ev.End.COMPLETED and decision.admission is not None and decision.admission.ticket:
             self._door.janitor.release(decision.attempt, decision.decode, decision.admission)
-
-    def _spawn(self, wait: Callable[[], Coroutine[None, None, None]]) -> None:
-        """Runs one wait as a task of this exchange."""
-        self._task = asyncio.get_running_loop().create_task(self._guarded(wait))
-        self._task.add_done_callback(self._waited)
-
-    async def _guarded(self, wait: Callable[[], Coroutine[None, None, None]]) -> None:
-        try:
-            await wait()
-        except KvcError as error:
-            self._refuse(error)
-        except Exception as error:  # noqa: BLE001 - a fault of ours answers this client and is logged; the others go on
-            self._refuse(self._door.fault(error))
-
-    def _waited(self, task: asyncio.Task[None]) -> None:
-        if task.cancelled():  # only now it is out of the queue
-            self._leave_room()
