@@ -1,37 +1,51 @@
-"""Starts what is measured: four always-admitting agents over the mock engine's ports, and `kvc router` with default settings."""
+"""Starts what is measured: an always-admitting agent for each engine, and `kvc router` with default settings in front of them."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import subprocess
 import sys
+from typing import TYPE_CHECKING, Final
 
-MOCK_PORTS = (33001, 33002, 33003, 33004)
-AGENT_OFFSET = 800
+from bench.peers.processes import free_ports
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ENGINES: Final = (33001, 33002, 33003, 33004)
+STOP_S: Final = 10.0
+
+
+def commands(port: int, engines: Sequence[int], agents: Sequence[int], *, admission: str, pd: bool, rest: Sequence[str]) -> list[list[str]]:
+    """The agents' commands, and the router's after them."""
+    made: list[list[str]] = []
+    router = [sys.executable, "-m", "services.cli", "router", "--http-port", str(port)]
+    if admission:
+        router += ["--http-admission", admission]
+    for number, (engine, agent) in enumerate(zip(engines, agents, strict=True)):
+        role = "prefill" if pd and number == 0 else "decode"
+        identity = ["--worker-id", f"w{number}", "--role", role, "--url", f"http://127.0.0.1:{engine}"]
+        made.append([sys.executable, "-m", "bench.peers.always", "--port", str(agent), *identity])
+        router += ["--agent", f"127.0.0.1:{agent}"]
+    if pd:
+        # Every prompt goes to both workers, as it does at the peers; a short one would stay with the decode worker.
+        router += ["--params-executor", "prefill"]
+    return [*made, [*router, *rest]]
 
 
 def main() -> int:
-    """`python -m bench.peers.mesh --port P [--admission off] [--pd] [-- more router arguments]`."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--admission", default="stream")
-    parser.add_argument("--pd", action="store_true", help="the first worker prefills for the others")
-    parser.add_argument("rest", nargs="*")
+    """`python -m bench.peers.mesh --port P [--engines P ...] [--admission off] [--pd] [-- more arguments of the router]`."""
+    parser = argparse.ArgumentParser(prog="python -m bench.peers.mesh", description="kvc router in front of engines that admit every turn.")
+    parser.add_argument("--port", type=int, required=True, help="the router's HTTP port")
+    parser.add_argument("--engines", type=int, nargs="+", default=ENGINES, help="the engines' HTTP ports")
+    parser.add_argument("--admission", default="", help="the router's --http-admission; its default when absent")
+    parser.add_argument("--pd", action="store_true", help="the first engine prefills for the others")
+    parser.add_argument("rest", nargs="*", help="more arguments of the router")
     arguments = parser.parse_args()
-    children = []
-    argv = [sys.executable, "-m", "services.cli", "router", "--http-port", str(arguments.port), "--http-admission", arguments.admission]
-    for index, mock in enumerate(MOCK_PORTS):
-        port = arguments.port + AGENT_OFFSET + index
-        role = "prefill" if arguments.pd and index == 0 else "decode"
-        agent = ["--port", str(port), "--worker-id", f"w{index}", "--role", role, "--url", f"http://127.0.0.1:{mock}"]
-        children.append(subprocess.Popen([sys.executable, "-m", "bench.peers.always", *agent]))
-        argv += ["--agent", f"127.0.0.1:{port}"]
-    if arguments.pd:
-        # Every prompt goes to both halves, as peers do it: a short append would stay on the decode worker.
-        argv += ["--params-executor", "prefill"]
-    children.append(subprocess.Popen(argv + arguments.rest))
+    agents = free_ports(len(arguments.engines))
+    told = commands(arguments.port, arguments.engines, agents, admission=arguments.admission, pd=arguments.pd, rest=arguments.rest)
+    children = [subprocess.Popen(command) for command in told]
 
     def stop(*_: object) -> None:
         for child in children:
@@ -41,9 +55,10 @@ def main() -> int:
     signal.signal(signal.SIGINT, stop)
     code = children[-1].wait()
     stop()
+    for child in children:
+        child.wait(STOP_S)
     return code
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("PYTHONUNBUFFERED", "1")
     raise SystemExit(main())
