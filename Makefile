@@ -9,6 +9,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
+ROUNDS ?= 5
+PEERS ?= smg
 
 # Folders that exist; the code that is linted and typed.
 CODE := $(wildcard kvc services engine_patches scripts bench tests)
@@ -16,10 +18,10 @@ CODE := $(wildcard kvc services engine_patches scripts bench tests)
 PARALLEL_TESTS := tests/unit tests/property tests/spec tests/scenarios tests/contract
 SERIAL_TESTS := tests/integration tests/chaos
 
-.PHONY: help setup protos format check test demo bench clean
+.PHONY: help setup protos format check test demo bench bench-peers clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## the virtual environment .venv with all dependencies
 
@@ -55,6 +57,9 @@ demo: $(STAMP) ## a local mesh under an agentic workload, beside round-robin dis
 bench: $(STAMP) ## benchmarks with ratios
 	@$(BIN)/python -m bench
 
+bench-peers: $(STAMP) ## the request path beside peer routers, into docs/benchmarks.md
+	@$(BIN)/python -m bench.peers --rounds $(ROUNDS) --peers $(PEERS) --store docs/benchmarks.md
+
 clean: ## remove the virtual environment, caches and build outputs
-	rm -rf $(VENV) build dist htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .venv-peers build dist htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find kvc services scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +

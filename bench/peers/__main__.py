@@ -19,9 +19,9 @@ from bench.peers import table
 from bench.peers.bars import judge
 from bench.peers.environments import VERSIONS, ensure
 from bench.peers.identity import compare
-from bench.peers.page import PageError, conditions, replaced, store
+from bench.peers.page import conditions, replaced, store
 from bench.peers.results import Results
-from bench.peers.rig import ROOT, Rig, RigError, Row, running
+from bench.peers.rig import ROOT, Rig, Row, running
 from bench.peers.scenarios import SCENARIOS, STANDARD, Scenario
 from bench.peers.systems import NEEDED, SYSTEMS, System
 
@@ -75,9 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = section(done, judged, told)
         if arguments.store:
             store(arguments.store, text)
-    except (OSError, PageError, RuntimeError, RigError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         print(f"bench.peers: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("bench.peers: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     print(text)
     return _verdict(done, judged, report_only=arguments.report_only)
 

@@ -56,7 +56,10 @@ def main() -> int:
     code = children[-1].wait()
     stop()
     for child in children:
-        child.wait(STOP_S)
+        try:
+            child.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
     return code
 
 

@@ -142,10 +142,12 @@ def varied(seed: int, path: bytes, *, stream: bool) -> list[bytes]:
     rng = random.Random(f"{seed} {path!r} {stream}")
     make = generate_event if path == GENERATE else chat_event
     if stream:
-        events = [rng.choice(_DECEPTIVE) if rng.random() < 0.1 else event(make(_text(rng, 60))) for _ in range(rng.randint(1, 40))]
+        texts = [f"{seed}.{number} {_text(rng, 60)}" for number in range(rng.randint(1, 40))]
+        events = [rng.choice(_DECEPTIVE) if rng.random() < 0.1 else event(make(text)) for text in texts]
         reply = STREAM_HEAD + _chunked(rng, b"".join(events) + b"data: [DONE]\n\n")
     else:
-        body = json.dumps(make(_text(rng, rng.choice((0, 10, 1_000, 30_000)))), ensure_ascii=rng.random() < 0.5).encode()
+        text = f"{seed} {_text(rng, rng.choice((0, 10, 1_000, 30_000)))}"
+        body = json.dumps(make(text), ensure_ascii=rng.random() < 0.5).encode()
         head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
         reply = head + _chunked(rng, body) if rng.random() < 0.5 else whole_bytes(body)
     return _cut(rng, reply, rng.randint(0, 12))

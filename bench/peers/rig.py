@@ -168,7 +168,10 @@ class Rig:
     def _load(self, systems: Sequence[str], load: Load, seed: int) -> Report:
         job = Job({name: self.ports[name] for name in systems}, load, seed)
         command = [sys.executable, "-m", "bench.peers.load", msgspec.json.encode(job).decode()]
-        done = subprocess.run(command, check=False, capture_output=True, cwd=ROOT, timeout=LOAD_S)
+        try:
+            done = subprocess.run(command, check=False, capture_output=True, cwd=ROOT, timeout=LOAD_S)
+        except subprocess.TimeoutExpired as error:
+            raise RigError(f"{', '.join(systems)}: the load did not end within {LOAD_S:.0f} s") from error
         if done.returncode:
             raise RigError(f"the load generator failed with {', '.join(systems)}: {done.stderr.decode(errors='replace')[-LOG_BYTES:]}")
         return msgspec.json.decode(done.stdout, type=Report)
