@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from kvc.core import events as ev
-from kvc.core.blocks import resident_blocks
 from kvc.core.dispatch import Resumed, WaitForRoom
+from kvc.core.members import matched_blocks
 from kvc.core.prefill import prefill_pool
 from kvc.core.types import Attempt, Decision, Executor, GaveUp, Give, Mode
 
@@ -73,7 +73,7 @@ def baseline(
         prefill=prefill.ref if prefill is not None else None,
         attempt=attempt,
         admission=None,
-        overlap_blocks=resident_blocks(turn.chain, worker.resident),
+        overlap_blocks=matched_blocks(turn, worker),
         queued_s=queued_s,
     )
 

@@ -86,11 +86,12 @@ class LoadReported:
 
 @value(frozen=True, slots=True)
 class TurnArrived:
-    """A session's next prompt: its chain replaces the session's old one."""
+    """A session's next prompt: its chain replaces the session's old one. `estimated`: it is of bytes, not of tokens (Turn.confirmed)."""
 
     session_id: str
     chain: Chain
     input_tokens: int
+    estimated: bool = False
 
 
 @value(frozen=True, slots=True)

@@ -87,6 +87,11 @@ class Forest:
             whole.extend(run)
         return whole
 
+    def blocks(self, session_id: str) -> int:
+        """Length of the session's chain; 0 when it is not known (any more)."""
+        leaf = self._leaf.get(session_id)
+        return leaf.end if leaf is not None else 0
+
     def shared_blocks(self, session_id: str, more_than: int) -> int:
         """Leading blocks of the session's chain that more than `more_than` live sessions own (R14)."""
         node: _Node | None = self._leaf.get(session_id)

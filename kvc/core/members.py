@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvc.core.blocks import resident_blocks
+
 if TYPE_CHECKING:
-    from kvc.core.types import Facts, Mode, WorkerInfo, WorkerRef
+    from kvc.core.types import Facts, Mode, Turn, WorkerInfo, WorkerRef
 
 
 @dataclass(slots=True)
@@ -70,7 +72,7 @@ class WorkerState:
 
 @dataclass(slots=True)
 class SessionState:
-    """What Σ knows of one session. `placed` is where its tokens count for R26."""
+    """What Σ knows of one session. `placed` is where its tokens count for R26; `confirmed` is `Turn.confirmed`, replaced, never changed."""
 
     pin: WorkerRef | None = None
     turns: int = 0
@@ -79,5 +81,13 @@ class SessionState:
     rejects: dict[str, int] = field(default_factory=dict)
     placed: WorkerRef | None = None
     placed_tokens: int = 0
+    confirmed: dict[WorkerRef, int] | None = None
     open_turns: int = 0
     closed: bool = False
+
+
+def matched_blocks(turn: Turn, worker: WorkerState, least: int = 0) -> int:
+    """Leading blocks of a prompt that the worker holds, as far as Σ knows. `least`: blocks that need no look."""
+    if turn.confirmed is not None:
+        return turn.confirmed.get(worker.ref, 0)
+    return resident_blocks(turn.chain, worker.resident, least)

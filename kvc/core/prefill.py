@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvc.core.blocks import resident_blocks
+from kvc.core.members import matched_blocks
 from kvc.core.types import PrefillOffer, Role
 
 if TYPE_CHECKING:
@@ -44,4 +44,4 @@ def prefill_offer(
 
 def matched_tokens(turn: Turn, worker: WorkerState) -> int:
     """Leading prompt tokens that the router believes resident on a worker."""
-    return resident_blocks(turn.chain, worker.resident) * worker.info.block_tokens
+    return turn.tokens_of(matched_blocks(turn, worker), worker.info.block_tokens)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from kvc.core.blocks import resident_blocks
+from kvc.core.members import matched_blocks
 from kvc.core.value import value
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _needed(turn: Turn, sigma: Sigma, score: Score) -> tuple[int, int | None]:
     Rounded down, so that no worker that ties is lost; (0, None): any worker may come up to it.
     """
     needed = math.floor(score[0] - max(0.0, sigma.params.load_floor_bonus)) if score else 0
-    if needed <= 0:
+    if needed <= 0 or turn.confirmed is not None:
         return 0, None
     last = _apart(turn, sigma) + needed - 1
     return needed, turn.chain[last] if last < len(turn.chain) else _NO_BLOCK
@@ -130,7 +130,7 @@ def overlap_blocks(turn: Turn, worker: WorkerState, sigma: Sigma, least: int = 0
     `least`: overlap that is known to be there.
     """
     apart = _apart(turn, sigma)
-    return max(0, resident_blocks(turn.chain, worker.resident, apart + least) - apart)
+    return max(0, matched_blocks(turn, worker, apart + least) - apart)
 
 
 def _apart(turn: Turn, sigma: Sigma) -> int:
@@ -174,7 +174,7 @@ def explain(turn: Turn, sigma: Sigma, exclude: AbstractSet[WorkerRef] = frozense
             Candidate(
                 ref=worker.ref,
                 overlap_blocks=overlap,
-                resident_blocks=resident_blocks(turn.chain, worker.resident),
+                resident_blocks=matched_blocks(turn, worker),
                 sticky=session is not None and session.pin == worker.ref,
                 inflight=worker.inflight,
                 assigned=worker.assigned,

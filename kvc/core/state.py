@@ -141,9 +141,12 @@ class Sigma:
     def turn(self, session_id: str, chain: Chain, input_tokens: int, output_reserve_tokens: int) -> Turn:
         """The turn to decide on, from what is known of its session; TurnArrived must have been applied."""
         session = self.sessions[session_id]
-        turns, new_tokens = session.turns, max(0, input_tokens - session.context_tokens)
+        turns, confirmed = session.turns, session.confirmed
+        new_tokens = max(0, input_tokens - session.context_tokens)
+        if confirmed is not None:  # a worker that is not told the chain must not count on more than is the same
+            new_tokens = input_tokens - max(confirmed.values(), default=0) * input_tokens // max(1, len(chain))
         shared_blocks = self.forest.shared_blocks(session_id, self.params.shared_after)
-        return Turn(session_id, turns, chain, input_tokens, output_reserve_tokens, shared_blocks, turns > 0, new_tokens)
+        return Turn(session_id, turns, chain, input_tokens, output_reserve_tokens, shared_blocks, turns > 0, new_tokens, confirmed)
 
     def _worker_joined(self, event: ev.WorkerJoined) -> None:
         info = event.info
@@ -181,6 +184,13 @@ class Sigma:
             if session.pin == worker.ref:
                 session.pin = None
             session.rejects.pop(worker.ref.worker_id, None)
+        self._unconfirm(worker.ref)
+
+    def _unconfirm(self, ref: WorkerRef) -> None:
+        """The worker has lost its KV."""
+        for session in self.sessions.values():
+            if session.confirmed is not None and ref in session.confirmed:
+                session.confirmed = {other: blocks for other, blocks in session.confirmed.items() if other != ref}
 
     def _worker_health(self, event: ev.WorkerHealth) -> None:
         worker = self.worker(event.ref)
@@ -205,6 +215,7 @@ class Sigma:
             return
         if event.cleared:
             worker.resident.clear()
+            self._unconfirm(worker.ref)
         worker.resident.difference_update(event.removed)
         worker.resident.update(event.stored)
 
@@ -224,7 +235,14 @@ class Sigma:
         self.sessions[event.session_id] = session
         session.input_tokens = event.input_tokens
         session.closed = False
+        session.confirmed = self._still_confirmed(event, session.confirmed or {}) if event.estimated else None
         self.forest.update(event.session_id, event.chain)
+
+    def _still_confirmed(self, event: ev.TurnArrived, confirmed: dict[WorkerRef, int]) -> dict[WorkerRef, int]:
+        """What workers confirmed of the session's old prompt, as far as it is the new one's, too."""
+        before = self.forest.chain(event.session_id) if confirmed else None
+        same = common_blocks(before, event.chain) if before is not None else 0
+        return {ref: min(blocks, same) for ref, blocks in confirmed.items()} if same else {}
 
     def _assigned(self, event: ev.Assigned) -> None:
         worker = self.worker(event.ref)
@@ -331,8 +349,14 @@ class Sigma:
             session.rejects.clear()
         if worker is not None:
             worker.modes[started.mode] = worker.modes.get(started.mode, 0) + 1
-            if not worker.fresh:
-                self._estimate(worker, started.session_id)
+            self._holds(worker, session, started.session_id)
+
+    def _holds(self, worker: WorkerState, session: SessionState, session_id: str) -> None:
+        """A completed turn tells what the worker holds, where its own events do not."""
+        if session.confirmed is not None:
+            session.confirmed = {**session.confirmed, worker.ref: self.forest.blocks(session_id)}
+        elif not worker.fresh:
+            self._estimate(worker, session_id)
 
     def _estimate(self, worker: WorkerState, session_id: str) -> None:
         """Without the worker's events, resident[d] is what this router sent there, at most what fits (R18)."""

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvc.core.value import value
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvc.core.blocks import Chain
 
 
@@ -94,7 +96,10 @@ class Turn:
         shared_blocks: leading blocks owned by more than `shared_after` live sessions (R14).
         known_session: the session was served before, so a miss is a reseed.
         new_tokens: append_len(r) as the client sees it: tokens added since the session's last turn. Only the paper profile
-            reads it; R10 replaces it by input - matched.
+            reads it, and a worker that is told lengths only; R10 replaces it by input - matched.
+        confirmed: leading blocks that each worker confirmed by completing a turn of the session. None: the chain is of tokens, and
+            workers say themselves what they hold. Else it is of the prompt's bytes: no worker's residency is compared with it, no
+            worker is told of it, and `input_tokens` is an estimate.
     """
 
     session_id: str
@@ -105,6 +110,13 @@ class Turn:
     shared_blocks: int = 0
     known_session: bool = False
     new_tokens: int = 0
+    confirmed: Mapping[WorkerRef, int] | None = None
+
+    def tokens_of(self, blocks: int, block_tokens: int) -> int:
+        """Tokens in the first `blocks` blocks of the chain; a block of bytes stands for its share of the prompt."""
+        if self.confirmed is None:
+            return blocks * block_tokens
+        return blocks * self.input_tokens // max(1, len(self.chain))
 
 
 @value(frozen=True, slots=True)

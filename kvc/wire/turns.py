@@ -51,13 +51,13 @@ def ref_from_pb(pb: types_pb2.WorkerRef, field: str = "worker") -> WorkerRef:
 
 
 def turn_to_pb(turn: Turn) -> types_pb2.Turn:
-    """Turn. `shared_blocks` stays: only the router that counted them reads them."""
+    """Turn. `shared_blocks` stays: only the router that counted them reads them. Of an estimate only lengths travel."""
     return types_pb2.Turn(
         session_id=turn.session_id,
         turn_index=turn.turn_index,
         input_tokens=turn.input_tokens,
         output_reserve_tokens=turn.output_reserve_tokens,
-        block_hashes=pack_hashes(turn.chain),
+        block_hashes=pack_hashes(turn.chain) if turn.confirmed is None else b"",
         known_session=turn.known_session,
         new_tokens=turn.new_tokens,
     )

@@ -25,7 +25,7 @@ from services.router.config import RouterConfig
 from services.router.door.admission import LocalAdmission, TaskAdmission
 from services.router.door.door import Door, tls_context
 from services.router.door.observer import DoorObserver
-from services.router.door.tokenizers import ReferenceTokenizer
+from services.router.door.tokenizers import tokenizer_of
 from services.router.follower import Follower
 from services.router.janitor import Janitor
 from services.router.metrics import RouterMetrics, SigmaCollector
@@ -133,7 +133,9 @@ async def running_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
         unary = TaskAdmission(admission, config.agents.admit_timeout_s)
         stack.callback(unary.close)
         asking = _asking(config, agents, unary, router)
-        door = Door(config.http, router, asking, ReferenceTokenizer(), DoorObserver(metrics, clock.now_s()), registry, not_ready)
+        door = Door(
+            config.http, router, asking, tokenizer_of(config.http.tokenizer), DoorObserver(metrics, clock.now_s()), registry, not_ready
+        )
         try:
             tls = tls_context(config.server.tls_cert, config.server.tls_key, config.server.tls_client_ca)
             http_port = await door.start(config.http.host, config.http.port, tls)

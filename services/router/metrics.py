@@ -63,6 +63,9 @@ class RouterMetrics(Observer):
             "kvc_router_undecided", "Requests that ended without a turn, by ErrorInfo.reason, or CANCELLED", ["reason"], registry=registry
         )
         self._undecided = bound(undecided, UNDECIDED)
+        text = "Decisions, by what overlap was reckoned from: block hashes of tokens, or the router's own estimate"
+        sources = [("blocks",), ("estimate",)]
+        self._decisions = CountCollector("kvc_router_decisions", text, registry, ("overlap_source",), sources).children
         hops = [("landed",), ("refused",), ("failed",)]
         text = "Turns whose question travelled with the request, by what came of it"
         self._hops = CountCollector("kvc_router_hops", text, registry, ("outcome",), hops).children
@@ -71,8 +74,9 @@ class RouterMetrics(Observer):
         self._cached = CountCollector("kvc_router_cached_tokens", text, registry).children[()]
         self._prompt = CountCollector("kvc_router_prompt_tokens", "Prompt tokens of completed turns", registry).children[()]
 
-    def decided(self, decision: Decision | GaveUp, decide_s: float) -> None:
-        """Counts the answers of workers."""
+    def decided(self, decision: Decision | GaveUp, decide_s: float, *, estimated: bool = False) -> None:
+        """Counts the decision and the answers of workers."""
+        self._decisions["estimate" if estimated else "blocks",].value += 1
         self._decide.observe(decide_s)
         if decision.queued_s:
             self._queued.observe(decision.queued_s)

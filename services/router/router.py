@@ -159,11 +159,11 @@ class Router:
         chain = self.chains.chain(request.session_id, request.tokens, self.sigma.forest.chain(request.session_id))
         return self.arrive(request.session_id, chain, request.input_tokens, request.max_new_tokens)
 
-    def arrive(self, session_id: str, chain: Chain, input_tokens: int, output_reserve_tokens: int) -> Turn:
-        """A session's next prompt: Σ learns its chain, and the turn to decide on is made."""
+    def arrive(self, session_id: str, chain: Chain, input_tokens: int, output_reserve_tokens: int, *, estimated: bool = False) -> Turn:
+        """A session's next prompt: Σ learns its chain, and the turn to decide on is made. `estimated`: the chain is of bytes."""
         self.touch(session_id)
         self.forget_idle(at_most=2)
-        self.sigma.apply(ev.TurnArrived(session_id, chain, input_tokens))
+        self.sigma.apply(ev.TurnArrived(session_id, chain, input_tokens, estimated))
         return self.sigma.turn(session_id, chain, input_tokens, output_reserve_tokens)
 
     def touch(self, session_id: str) -> None:

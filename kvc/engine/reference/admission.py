@@ -222,7 +222,7 @@ class AdmissionDesk:
         """The decision on a turn now; opens nothing."""
         page = self._scheduler.pool.tree.page_tokens
         total_pages = -(-(turn.input_tokens + turn.output_reserve_tokens) // page)
-        place = Place(*self._residency.match(turn.chain, turn.input_tokens - 1), total_pages)
+        place = Place(*self._matched(turn), total_pages)
         facts = self._facts_about(turn, place)
         whole = replace(turn, output_reserve_tokens=total_pages * page - turn.input_tokens)
         outcome = admit(facts, whole, self._params, offer)
@@ -230,6 +230,15 @@ class AdmissionDesk:
             reason = Reason.NO_D_CAPACITY if place.pages else Reason.SESSION_NOT_RESIDENT_NO_CAPACITY
             outcome = Rejection(reason, self._params.retry_after_s)
         return outcome, facts, place
+
+    def _matched(self, turn: Turn) -> tuple[Node, int]:
+        """The resident prefix of a turn, in pages; of one without hashes, what its session's record says of the tokens that are not new."""
+        if turn.chain:
+            return self._residency.match(turn.chain, turn.input_tokens - 1)
+        tree, record = self._scheduler.pool.tree, self._scheduler.sessions.get(turn.session_id)
+        old_tokens = turn.input_tokens - max(1, turn.new_tokens)
+        pages = min(tree.resident_prefix(record.pages), old_tokens // tree.page_tokens) if record is not None else 0
+        return (tree.locate(record.pages[pages - 1], pages), pages) if record is not None and pages else tree.match(b"", 0)
 
     def _turn(self, request: Request) -> Turn:
         """The turn of a request that came without an Admit, as a router would tell it."""

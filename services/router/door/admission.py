@@ -11,8 +11,8 @@ import asyncio
 from typing import TYPE_CHECKING, Protocol
 
 from kvc.core.admit import admit
-from kvc.core.blocks import resident_blocks
 from kvc.core.dispatch import Admitted, Refused, Unreachable
+from kvc.core.prefill import matched_tokens
 from kvc.core.types import Admission, Facts
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def local_answer(ask: Ask, sigma: Sigma) -> Admitted | Refused | Unreachable:
     if worker is None:
         return Unreachable("NOT_FOUND", gone=True)
     known = worker.facts
-    matched = resident_blocks(ask.turn.chain, worker.resident) * worker.info.block_tokens
+    matched = matched_tokens(ask.turn, worker)
     held = (known.held_tokens, known.reserved_tokens, known.evictable_tokens) if known is not None else (0, 0, 0)
     facts = Facts(worker.info.capacity_tokens, *held, matched, prefill_tokens_per_s=worker.info.prefill_tokens_per_s)
     outcome = admit(facts, ask.turn, sigma.params, ask.offer)

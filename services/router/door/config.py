@@ -19,6 +19,9 @@ class DoorConfig:
         "stream", help="how workers are asked; off: the router's own copy of their numbers decides"
     )
     one_hop: bool = setting(default=True, help="a turn on hot KV takes its question along, where the engine decides on arrival")
+    tokenizer: Literal["reference", "none"] = setting(
+        "reference", help="of chat prompts; none: prompts are compared by their bytes, lengths are estimates that engines' counts correct"
+    )
     default_output_tokens: int = setting(1024, help="reserved for a reply whose request sets no limit", minimum=1, maximum=MAX_NEW_TOKENS)
     max_requests: int = setting(8192, help="requests in flight", minimum=1, maximum=1_000_000)
     max_conversations: int = setting(100_000, help="conversations remembered", minimum=1, maximum=100_000_000)

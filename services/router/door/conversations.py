@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import msgspec
 import xxhash
 
-from kvc.core.blocks import HASH_BYTES, TOKEN_BYTES, common_blocks, extend_blocks, extend_chain
+from kvc.core.blocks import HASH_BYTES, TOKEN_BYTES, chain_seed, common_blocks, extend_blocks, extend_chain
 from kvc.errors import InvalidField
 
 if TYPE_CHECKING:
@@ -35,12 +35,24 @@ _digest = xxhash.xxh3_128_digest
 MAX_MESSAGES = 65_536
 MOST_SAID = 131_072
 """Messages whose tokens are known by a digest: some 25 MB. Those beyond are tokenized once more when they come again."""
+FIRST_TOKENS_A_BYTE = 0.25
+LEAST_TOKENS_A_BYTE = 1 / 64
+MOST_TOKENS_A_BYTE = 4.0
+LEARNT = 0.1
+"""Of what a completed turn says about the model's tokens a byte, the share that is believed."""
 _ENTRY_BYTES = 1500
 _MESSAGE_BYTES = 160
 
 
 class MessageTokenizer(Protocol):
-    """Tokens of a chat prompt, message by message: special tokens separate messages, so the prompt is their concatenation."""
+    """Tokens of a chat prompt, message by message: special tokens separate messages, so the prompt is their concatenation.
+
+    Attributes:
+        estimates: they are no tokens of the model, but bytes in their place.
+    """
+
+    @property
+    def estimates(self) -> bool: ...  # noqa: D102 - as said
 
     def message(self, raw: bytes | msgspec.Raw) -> bytes:
         """Packed tokens of one message, given as JSON.
@@ -75,6 +87,8 @@ class Conversation:
         tails: of those tokens the ones after the last full block, packed.
         tail_bytes: length of all tails together.
         chain: hashes of the full blocks of the messages, without the generation prompt.
+        tokens_a_byte: of its last completed turn, as the engine counted; 0 before.
+        least_tokens: prompt and reply of that turn, when the next prompt contains both.
         tokens_digest: of the full blocks' tokens, when they were given as a text or token ids; empty for messages.
         index_key: under which the index finds it.
         counted_bytes: `held_bytes` as it is in the books.
@@ -91,6 +105,8 @@ class Conversation:
     tails: list[bytes] = field(default_factory=lambda: [b""])
     tail_bytes: int = 0
     chain: Chain = field(default_factory=lambda: array("Q"))
+    tokens_a_byte: float = 0.0
+    least_tokens: int = 0
     tokens_digest: bytes = b""
     index_key: bytes = b""
     counted_bytes: int = 0
@@ -99,6 +115,10 @@ class Conversation:
     def held_bytes(self) -> int:
         """What remembering it costs, roughly."""
         return _ENTRY_BYTES + HASH_BYTES * len(self.chain) + _MESSAGE_BYTES * len(self.keys) + self.tail_bytes
+
+    def may_become(self, preamble: bytes, group: bytes) -> bool:
+        """True when a chat prompt of these is compared with this one."""
+        return not self.tokens_digest and self.preamble == preamble and self.group == group
 
     def cut(self, messages: int, block_tokens: int) -> None:
         """Forgets all messages but the first ones."""
@@ -120,11 +140,19 @@ class Conversation:
 
 
 class Prompt(NamedTuple):
-    """What routing needs to know of a request. Nobody changes the chain."""
+    """What routing needs to know of a request. Nobody changes the chain.
+
+    Attributes:
+        session_id: whose turn it is.
+        chain: hashes of its full blocks; of bytes when the length is an estimate.
+        input_tokens: its length.
+        estimated_bytes: what `input_tokens` was estimated from; 0 when it was counted.
+    """
 
     session_id: str
     chain: Chain
     input_tokens: int
+    estimated_bytes: int = 0
 
 
 class Conversations:
@@ -146,6 +174,10 @@ class Conversations:
         self._generation_prompt = tokenizer.generation_prompt()
         self._block_tokens = block_tokens
         self._seed = seed
+        self._estimates = tokenizer.estimates
+        # Blocks of bytes are hashed in a space of their own: no worker's residency can match them.
+        self._text_seed = chain_seed("", f"bytes\0{seed}") if self._estimates else seed
+        self._tokens_a_byte = FIRST_TOKENS_A_BYTE
         self._most = max_conversations
         self._most_bytes = max_bytes
         self.held_bytes = 0
@@ -211,13 +243,12 @@ class Conversations:
             del raws[0]
             first, key = known.messages, known.keys[known.messages - 1]
         else:
-            first, key = 0, _root(preamble, group)
             if lead and not raws:
                 raise InvalidField("must not be empty", field="messages")
             if lead:
                 raws.insert(0, msgspec.Raw(lead))
-            if known is not None and (known.tokens_digest or known.preamble != preamble or known.group != group):
-                known = None
+            first, key = 0, _root(preamble, group)
+            known = known if known is not None and known.may_become(preamble, group) else None
         if first + len(raws) > MAX_MESSAGES:
             raise InvalidField(f"at most {MAX_MESSAGES} messages are taken", field="messages")
         keys, runs = self._keyed(key, raws)
@@ -225,23 +256,36 @@ class Conversations:
             known = self._continued(keys, busy)
         if known is None:
             known = Conversation(session_id or uuid.uuid4().hex, group, preamble)
-        if keys:
-            same = common_blocks(known.keys[first:], keys)
-            tokens = self._tokens(raws, runs, same)  # may fail: before anything changes
-            if tokens:
-                known.cut(first + same, self._block_tokens)
-                for said, run in zip(keys[same:], tokens, strict=True):
-                    known.append(said, run, self._block_tokens, self._seed)
-        known.messages, known.lead, known.written = first + len(keys), _digest(lead) if lead else b"", None
+        self._say(known, first, keys, raws, runs)
+        known.lead, known.written = _digest(lead) if lead else b"", None
         self._remember(known, known.keys[known.messages - 1] if known.messages else b"")
         return self._prompt(known)
 
+    def _say(self, known: Conversation, first: int, keys: list[bytes], raws: list[msgspec.Raw], runs: dict[int, bytes]) -> None:
+        """The conversation now has the messages `raws` after its first ones, and no others.
+
+        Raises:
+            InvalidField: one is no message; nothing has changed.
+        """
+        same = common_blocks(known.keys[first:], keys) if keys else 0
+        tokens = self._tokens(raws, runs, same)
+        if tokens:
+            known.cut(first + same, self._block_tokens)
+            for key, run in zip(keys[same:], tokens, strict=True):
+                known.append(key, run, self._block_tokens, self._text_seed)
+        before, known.messages = known.messages, first + len(keys)
+        if not before <= first + same or known.messages == before:
+            known.least_tokens = 0
+
     def text(self, text: str, preamble: bytes, session_id: str | None, group: bytes, busy: Container[str]) -> Prompt:
         """The prompt of a text request: one message of plain text, whose continuation is a longer text."""
-        return self.tokens(self._tokenizer.text(text), preamble, session_id, group, busy)
+        return self._whole(self._tokenizer.text(text), preamble, session_id, group, busy, self._text_seed)
 
     def tokens(self, packed: bytes, preamble: bytes, session_id: str | None, group: bytes, busy: Container[str]) -> Prompt:
         """The prompt of a request given as packed token ids."""
+        return self._whole(packed, preamble, session_id, group, busy, self._seed)
+
+    def _whole(self, packed: bytes, preamble: bytes, session_id: str | None, group: bytes, busy: Container[str], seed: int) -> Prompt:
         chain: Chain = array("Q")
         step = self._block_tokens * TOKEN_BYTES
         known = self._by_session.get(session_id) if session_id is not None else None
@@ -249,13 +293,16 @@ class Conversations:
             covered = memoryview(packed)[: len(known.chain) * step]
             if _digest(covered) == known.tokens_digest:
                 chain = known.chain[:]
-        extend_chain(chain, packed, self._block_tokens, self._seed)
+        extend_chain(chain, packed, self._block_tokens, seed)
         if session_id is None:
             known = self._continued([_block_key(block, preamble, group) for block in chain], busy)
             session_id = known.session_id if known is not None else uuid.uuid4().hex
         digest = _digest(memoryview(packed)[: len(chain) * step])
-        known = Conversation(session_id, group, preamble, chain=chain, tokens_digest=digest)
+        ratio = known.tokens_a_byte if known is not None else 0.0
+        known = Conversation(session_id, group, preamble, chain=chain, tokens_digest=digest, tokens_a_byte=ratio)
         self._remember(known, _block_key(chain[-1], preamble, group) if chain else b"")
+        if seed != self._seed:
+            return self._estimated(known, chain, len(packed))
         return Prompt(session_id, chain, len(packed) // TOKEN_BYTES)
 
     def forget(self, session_id: str) -> None:
@@ -302,8 +349,22 @@ class Conversations:
         """The prompt of a conversation's last request; its chain covers the generation prompt, too."""
         before = known.tokens_before[known.messages]
         chain = known.chain[: before // self._block_tokens]
-        extend_blocks(chain, known.tails[known.messages] + self._generation_prompt, self._block_tokens, self._seed)
+        extend_blocks(chain, known.tails[known.messages] + self._generation_prompt, self._block_tokens, self._text_seed)
+        if self._estimates:
+            return self._estimated(known, chain, before * TOKEN_BYTES)
         return Prompt(known.session_id, chain, before + len(self._generation_prompt) // TOKEN_BYTES)
+
+    def _estimated(self, known: Conversation, chain: Chain, size_bytes: int) -> Prompt:
+        tokens = round(size_bytes * (known.tokens_a_byte or self._tokens_a_byte))
+        return Prompt(known.session_id, chain, max(1, tokens, known.least_tokens), max(1, size_bytes))
+
+    def confirm(self, prompt: Prompt, prompt_tokens: int, output_tokens: int) -> None:
+        """A turn whose length was estimated is completed, and this is how long it was: corrects the next estimates."""
+        known = self._by_session.get(prompt.session_id)
+        ratio = min(max(prompt_tokens / prompt.estimated_bytes, LEAST_TOKENS_A_BYTE), MOST_TOKENS_A_BYTE)
+        self._tokens_a_byte += (ratio - self._tokens_a_byte) * LEARNT
+        if known is not None:
+            known.tokens_a_byte, known.least_tokens = ratio, prompt_tokens + output_tokens
 
     def _remember(self, known: Conversation, index_key: bytes) -> None:
         """Puts a conversation in the place of what was known of its session."""

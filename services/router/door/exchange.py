@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvc.core.blocks import Chain
     from kvc.core.types import Turn, WorkerInfo, WorkerRef
     from services.router.door.client import Client
+    from services.router.door.conversations import Prompt
     from services.router.door.door import Door
     from services.router.door.payload import Payload
     from services.router.door.request import HttpRequest
@@ -51,6 +52,7 @@ class Exchange(Deciding):
 
     session_id = ""
     input_tokens = 0
+    _prompt: Prompt | None = None
     first_s = 0.0
     usage: Mapping[bytes, int] = MappingProxyType({})
     _payload: Payload | None = None
@@ -96,6 +98,8 @@ class Exchange(Deciding):
             self._client.respond_error(error)
             return
         self.session_id, self.input_tokens = prompt.session_id, prompt.input_tokens
+        if prompt.estimated_bytes:
+            self._prompt = prompt
         door.exchanges.add(self)
         if not door.gate.try_enter(self.session_id):
             self._spawn(partial(self._wait_turn, prompt.chain))
@@ -112,7 +116,8 @@ class Exchange(Deciding):
     def _entered(self, chain: Chain) -> None:
         """The session is ours until the end."""
         self._inside = True
-        self._turn: Turn = self._door.router.arrive(self.session_id, chain, self.input_tokens, self._reserve)
+        estimated = self._prompt is not None
+        self._turn: Turn = self._door.router.arrive(self.session_id, chain, self.input_tokens, self._reserve, estimated=estimated)
         self._decide()
 
     def _decided(self, outcome: Decision | GaveUp) -> None:
@@ -121,7 +126,8 @@ class Exchange(Deciding):
             self._decision = outcome  # at once: its attempt is open in Σ from here on
             self._attempt = outcome.attempt.attempt_number + 1
         landed, self._landed = self._landed, None
-        door.observer.decided(outcome, (self.sent_s if landed is not None else door.clock.now_s()) - self.arrived_s)
+        decide_s = (self.sent_s if landed is not None else door.clock.now_s()) - self.arrived_s
+        door.observer.decided(outcome, decide_s, estimated=self._prompt is not None)
         if isinstance(outcome, GaveUp):
             self._refuse(gave_up(outcome, self._turn, len(door.room)))
             return
@@ -183,6 +189,8 @@ class Exchange(Deciding):
         """The reply is complete; `tail` is its end."""
         if _COUNTED in tail:
             self.usage = counts(tail)
+            if self._prompt is not None:
+                self._door.conversations().confirm(self._prompt, self.prompt_tokens(), self.output_tokens())
         self._finish(ev.End.FAILED if self._client.status >= _ERROR else ev.End.CANCELLED if aborted(tail) else ev.End.COMPLETED)
         self._client.finished()
 

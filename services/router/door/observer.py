@@ -26,9 +26,9 @@ class DoorObserver:
         self._started_s = started_s
         self._page = b""
 
-    def decided(self, outcome: Decision | GaveUp, decide_s: float) -> None:
+    def decided(self, outcome: Decision | GaveUp, decide_s: float, *, estimated: bool = False) -> None:
         """Dispatch returned."""
-        self._metrics.decided(outcome, decide_s)
+        self._metrics.decided(outcome, decide_s, estimated=estimated)
 
     def hopped(self, outcome: str) -> None:
         """A one-hop admission landed, was refused or failed."""
