@@ -71,6 +71,16 @@ def ask(path: bytes, body: bytes, name: str | None, conversations: Conversations
     return prompt, payload.with_fields(ADDED), reserve
 
 
+def tried(
+    path: bytes, body: bytes, name: str | None, conversations: Conversations, *, remembering: bool
+) -> tuple[Prompt, bytes, int] | str:
+    """As `ask`; what was said of a body that is refused."""
+    try:
+        return ask(path, body, name, conversations, remembering=remembering)
+    except InvalidField as error:
+        return f"{error.field}: {error}"
+
+
 def pairs_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     assert len(dict(pairs)) == len(pairs)
     return dict(pairs)
@@ -109,14 +119,11 @@ def test_what_was_read_before_makes_no_difference(data: st.DataObject) -> None:
             history = history + data.draw(st.lists(MESSAGE, min_size=1, max_size=2))
         name = data.draw(st.sampled_from(["s", "s", "s", "s", None]))
         body = written(head, history, tail, style, damage)
-        try:
-            slow = ask(path, body, name, Conversations(ReferenceTokenizer(), BLOCK, SEED), remembering=False)
-        except InvalidField as refused:
-            with pytest.raises(InvalidField) as also:
-                ask(path, body, name, remembering, remembering=True)
-            assert (also.value.field, str(also.value)) == (refused.field, str(refused))
+        slow = tried(path, body, name, Conversations(ReferenceTokenizer(), BLOCK, SEED), remembering=False)
+        fast = tried(path, body, name, remembering, remembering=True)
+        if isinstance(slow, str) or isinstance(fast, str):
+            assert fast == slow
             continue
-        fast = ask(path, body, name, remembering, remembering=True)
         packed = whole_prompt(path, body)
         assert fast[0].chain == slow[0].chain == hash_chain(packed, BLOCK, SEED)
         assert fast[0].input_tokens == slow[0].input_tokens == len(packed) // TOKEN_BYTES
@@ -130,7 +137,7 @@ def test_a_turn_reads_what_the_last_one_did_not_say() -> None:
     real = Conversations(ReferenceTokenizer(), BLOCK, SEED)
     history: list[Any] = []
     for turn in range(6):
-        history = history + [{"role": "user", "content": f"turn {turn}"}]
+        history = [*history, {"role": "user", "content": f"turn {turn}"}]
         body = written([("model", "m")], history, [("stream", True)], (", ", ": ", ""), "")
         payload = Payload(body, real.written("s"))
         assert (payload.known is not None) == (turn > 0)

@@ -6,7 +6,6 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,6 +20,8 @@ from services.router.door.tokenizers import ReferenceTokenizer
 if TYPE_CHECKING:
     from array import array
     from collections.abc import Collection
+
+    import msgspec
 
 BLOCK = 4
 SEED = 77

@@ -27,6 +27,26 @@ def test_four_admits_for_half_the_pool_give_one_ticket_and_three_refusals() -> N
     assert desk.used == 3000
 
 
+def test_without_hashes_the_sessions_record_tells_what_is_there() -> None:
+    """A router without a tokenizer tells lengths only: the record counts, as far as the prompt is not new and the KV is still there."""
+    desk = Desk(block_tokens=8)
+    history = numbers(2400)
+    first = desk.run(desk.arrive("plain", history, 1, "s"))
+    turn = [*history, *first.output, *numbers(99, 50_000)]
+    told = {"block_hashes": b"", "known_session": True}
+    answer = desk.admitted("s", turn, 100, new_tokens=100, **told)
+    assert (answer.mode, answer.append_tokens, answer.facts.matched_tokens) == ("direct", 100, 2400)
+    second = desk.run(desk.arrive(answer.ticket, turn, 100))
+    assert second.cached_tokens == 2400
+    rewritten = desk.admitted("s", numbers(2500), 0, new_tokens=1600, **told)
+    assert rewritten.facts.matched_tokens == 900
+    desk.engine.desk.release(rewritten.ticket)
+    longer = desk.admitted("s", numbers(2500), 0, new_tokens=0, **told)
+    assert longer.facts.matched_tokens == 2499, "one token at least is always prefilled"
+    desk.engine.desk.release(longer.ticket)
+    assert desk.admitted("t", numbers(100), 0, new_tokens=0, **told).facts.matched_tokens == 0
+
+
 def test_three_of_five_large_sessions_in_flight_the_fourth_is_refused_with_a_reason() -> None:
     """F67: K=100k, five 30k sessions in flight: three fit, the others are refused; idle, all five are admitted in turn."""
     desk = Desk(kv_tokens=100_000, page_tokens=16)
