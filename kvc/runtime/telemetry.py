@@ -19,6 +19,7 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from kvc.runtime.config import ConfigError, setting
+from kvc.runtime.spans import SCOPE, SpanLog
 from kvc.runtime.tracing import ClientTracing, ServerTracing
 
 if TYPE_CHECKING:
@@ -39,12 +40,13 @@ class TelemetryConfig:
 
 
 class Telemetry:
-    """The tracer of one service and the interceptors that go with it."""
+    """The tracer of one service and the interceptors that go with it. `log` takes spans that are written afterwards; None: nobody does."""
 
-    def __init__(self, provider: TracerProvider | None) -> None:
+    def __init__(self, provider: TracerProvider | None, log: SpanLog | None = None) -> None:
         """Traces with `provider`; None traces nothing."""
         self._provider = provider
-        self.tracer: trace.Tracer = (provider or trace.NoOpTracerProvider()).get_tracer("kvc")
+        self.log = log
+        self.tracer: trace.Tracer = (provider or trace.NoOpTracerProvider()).get_tracer(SCOPE)
 
     @classmethod
     def start(cls, service: str, endpoint: str | None, *, insecure: bool = True, sample_ratio: float = 1.0) -> Self:
@@ -73,8 +75,9 @@ class Telemetry:
             shutdown_on_exit=False,
         )
         exporter = OTLPSpanExporter(endpoint=endpoint, insecure=insecure, timeout=_EXPORT_TIMEOUT_S)
-        provider.add_span_processor(BatchSpanProcessor(exporter))
-        return cls(provider)
+        processor = BatchSpanProcessor(exporter)
+        provider.add_span_processor(processor)
+        return cls(provider, SpanLog(processor, provider.resource, sample_ratio))
 
     @property
     def enabled(self) -> bool:

@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 from opentelemetry import trace
 from opentelemetry.context import Context as TraceContext
-from opentelemetry.context import attach, detach
+from opentelemetry.context import attach, create_key, detach, get_value, set_value
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from kvc.runtime.interceptors import behaviour_of, same_kind
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _W3C = TraceContextTextMapPropagator()
 _CARRIED = ("traceparent", "tracestate")
+_OWN_SPAN = create_key("kvc-own-span")
 # Streams that live as long as their peers, and probes: they are no requests.
 UNTRACED = (
     "/grpc.health.v1.Health/",
@@ -61,7 +62,7 @@ class ServerTracing(grpc.aio.ServerInterceptor):
 
         async def traced(request: Any, context: Context) -> Any:
             parent = _parent(context.invocation_metadata() or ())
-            span = tracer.start_span(method[1:], parent, trace.SpanKind.SERVER, _attributes(method))
+            span = tracer.start_span(method[1:], parent, trace.SpanKind.SERVER, rpc_attributes(method))
             token = attach(trace.set_span_in_context(span, parent))
             code = grpc.StatusCode.OK
             try:
@@ -89,18 +90,33 @@ class ClientTracing:
         method = details.method.decode() if isinstance(details.method, bytes) else details.method
         if method.startswith(UNTRACED):
             return await continuation(details, request)
-        span = self._tracer.start_span(method[1:], kind=trace.SpanKind.CLIENT, attributes=_attributes(method))
-        carrier: dict[str, str] = {}
-        _W3C.inject(carrier, trace.set_span_in_context(span))
-        metadata = grpc.aio.Metadata(*(details.metadata or ()), *carrier.items())
-        carried = grpc.aio.ClientCallDetails(details.method, details.timeout, metadata, details.credentials, details.wait_for_ready)
+        if get_value(_OWN_SPAN):
+            return await continuation(_carrying(details, trace.get_current_span()), request)
+        span = self._tracer.start_span(method[1:], kind=trace.SpanKind.CLIENT, attributes=rpc_attributes(method))
         try:
-            call = await continuation(carried, request)
+            call = await continuation(_carrying(details, span), request)
         except BaseException:
             _end(span, grpc.StatusCode.CANCELLED, "", failed=False)
             raise
         call.add_done_callback(lambda done: _end_client(span, done))
         return call
+
+
+def with_own_span(context: TraceContext) -> TraceContext:
+    """A context for one call whose span is its current one and somebody else's to record: the call carries it and gets no other."""
+    return set_value(_OWN_SPAN, True, context)  # noqa: FBT003 - OpenTelemetry's signature
+
+
+def is_fault(code: str) -> bool:
+    """True when a status, by its name, says that the server is at fault: only then is a server span an error."""
+    return grpc.StatusCode[code] in _SERVER_FAULTS
+
+
+def _carrying(details: grpc.aio.ClientCallDetails, span: trace.Span) -> grpc.aio.ClientCallDetails:
+    carrier: dict[str, str] = {}
+    _W3C.inject(carrier, trace.set_span_in_context(span))
+    metadata = grpc.aio.Metadata(*(details.metadata or ()), *carrier.items())
+    return grpc.aio.ClientCallDetails(details.method, details.timeout, metadata, details.credentials, details.wait_for_ready)
 
 
 def _end_client(span: trace.Span, call: grpc.aio.Call) -> None:
@@ -134,6 +150,7 @@ def _parent(metadata: Iterable[tuple[str, str | bytes]]) -> TraceContext:
     return _W3C.extract(carrier, TraceContext())
 
 
-def _attributes(method: str) -> dict[str, str]:
+def rpc_attributes(method: str) -> dict[str, str]:
+    """What spans of a call say of its method, given as `/service/method`."""
     service, _, name = method[1:].partition("/")
     return {"rpc.system": "grpc", "rpc.service": service, "rpc.method": name}

@@ -25,6 +25,7 @@ from services.router.config import RouterConfig
 from services.router.door.admission import LocalAdmission, TaskAdmission
 from services.router.door.door import Door, tls_context
 from services.router.door.observer import DoorObserver
+from services.router.door.spans import Tracing
 from services.router.door.tokenizers import tokenizer_of
 from services.router.follower import Follower
 from services.router.janitor import Janitor
@@ -133,9 +134,9 @@ async def running_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
         unary = TaskAdmission(admission, config.agents.admit_timeout_s)
         stack.callback(unary.close)
         asking = _asking(config, agents, unary, router)
-        door = Door(
-            config.http, router, asking, tokenizer_of(config.http.tokenizer), DoorObserver(metrics, clock.now_s()), registry, not_ready
-        )
+        told = DoorObserver(metrics, clock.now_s())
+        tracing = Tracing(telemetry.log) if telemetry.log is not None else None
+        door = Door(config.http, router, asking, tokenizer_of(config.http.tokenizer), told, registry, not_ready, tracing)
         try:
             tls = tls_context(config.server.tls_cert, config.server.tls_key, config.server.tls_client_ca)
             http_port = await door.start(config.http.host, config.http.port, tls)

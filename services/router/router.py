@@ -191,6 +191,12 @@ class Router:
         self.chains.forget(session_id)
         self.sigma.apply(ev.SessionClosed(session_id))
 
+    def close_unserved(self, session_id: str) -> None:
+        """Forgets a session that failed before any turn of it was completed: nobody has to come back to it."""
+        session = self.sigma.session(session_id)
+        if session is not None and not session.turns and not session.open_turns:
+            self.close_session(session_id)
+
     async def _tries(self, run: _Run, turn: Turn) -> AsyncGenerator[Output, None]:
         """Attempts until one brings a first token, as often as the settings allow.
 

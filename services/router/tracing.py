@@ -88,17 +88,9 @@ class TracedDispatches(Observer):
     def decided(self, decision: Decision | GaveUp, decide_s: float) -> None:
         """An event for each decision."""
         self._inner.decided(decision, decide_s)
-        attributes: dict[str, str | int | float] = {
-            "kvc.decide_s": round(decide_s, 6),
-            "kvc.queued_s": round(decision.queued_s, 6),
-            "kvc.probes": len(decision.probes),
-        }
         if isinstance(decision, Decision):
             _decision.set(decision)
-            attributes |= _choice(decision)
-        else:
-            attributes["kvc.gave_up"] = decision.why.value
-        trace.get_current_span().add_event("decided", attributes)
+        trace.get_current_span().add_event("decided", decided_attributes(decision, decide_s))
 
     def retried(self, request: Named, decision: Decision, error: EngineError) -> None:
         """An event for each worker that failed before the first token."""
@@ -112,12 +104,23 @@ class TracedDispatches(Observer):
         span.set_attributes({"kvc.request_id": request.request_id, "kvc.session_id": request.session_id, "kvc.end": end.value})
         span.set_attribute("kvc.input_tokens", request.input_tokens)
         if decision is not None:
-            span.set_attributes(_choice(decision))
+            span.set_attributes(choice(decision))
         if result is not None:
             span.set_attributes(_usage(result.last) | {"kvc.ttft_s": round(result.ttft_s, 6), "kvc.mesh_s": round(result.mesh_s, 6)})
 
 
-def _choice(decision: Decision) -> dict[str, str | int]:
+def decided_attributes(outcome: Decision | GaveUp, decide_s: float) -> dict[str, str | int | float]:
+    """What the event `decided` says."""
+    attributes: dict[str, str | int | float] = {
+        "kvc.decide_s": round(decide_s, 6),
+        "kvc.queued_s": round(outcome.queued_s, 6),
+        "kvc.probes": len(outcome.probes),
+    }
+    return attributes | (choice(outcome) if isinstance(outcome, Decision) else {"kvc.gave_up": outcome.why.value})
+
+
+def choice(decision: Decision) -> dict[str, str | int]:
+    """How and where a turn runs."""
     chosen: dict[str, str | int] = {
         "kvc.mode": decision.mode.value,
         "kvc.executor": decision.executor.value,

@@ -91,7 +91,7 @@ class Fallback:
     def __init__(self) -> None:
         self.asked: list[tuple[Ask, Callable[[Answer], None]]] = []
 
-    def ask(self, ask: Ask, answered: Callable[[Answer], None]) -> None:
+    def ask(self, ask: Ask, answered: Callable[[Answer], None], traceparent: str = "") -> None:
         self.asked.append((ask, answered))
 
 

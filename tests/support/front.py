@@ -51,10 +51,12 @@ class FakeAsking:
         self.hold = False
         self.held: list[tuple[Ask, Callable[[Told], None]]] = []
         self.mode = Mode.SEED
+        self.traceparents: list[str] = []
 
-    def ask(self, ask: Ask, answered: Callable[[Told], None]) -> None:
+    def ask(self, ask: Ask, answered: Callable[[Told], None], traceparent: str = "") -> None:
         """Asks."""
         self.admission.asked.append(ask)
+        self.traceparents.append(traceparent)
         if self.hold:
             self.held.append((ask, answered))
         else:

@@ -35,13 +35,14 @@ RETRY_CAP_S = 1.0
 class _Question:
     """One question on its way."""
 
-    __slots__ = ("answered", "ask", "asked_s", "timer")
+    __slots__ = ("answered", "ask", "asked_s", "timer", "traceparent")
 
-    def __init__(self, ask: Ask, answered: Callable[[Answer], None], asked_s: float, timer: asyncio.TimerHandle) -> None:
+    def __init__(self, ask: Ask, answered: Callable[[Answer], None], asked_s: float, timer: asyncio.TimerHandle, traceparent: str) -> None:
         self.ask = ask
         self.answered = answered
         self.asked_s = asked_s
         self.timer = timer
+        self.traceparent = traceparent
 
 
 class AgentStream:
@@ -58,16 +59,18 @@ class AgentStream:
         self._wake = asyncio.Event()
         self.up = False
 
-    def ask(self, ask: Ask, answered: Callable[[Answer], None]) -> None:
+    def ask(self, ask: Ask, answered: Callable[[Answer], None], traceparent: str = "") -> None:
         """Asks on the stream, or by unary Admit while it is down."""
         if not self.up or ask.attempt in self._open:
-            self._fallback.ask(ask, answered)
+            self._fallback.ask(ask, answered, traceparent)
             return
         loop = asyncio.get_running_loop()
         timer = loop.call_later(self._timeout_s, self._late, ask.attempt)
-        self._open[ask.attempt] = _Question(ask, answered, loop.time(), timer)
+        self._open[ask.attempt] = _Question(ask, answered, loop.time(), timer, traceparent)
         deadline_ms = max(1, int(self._timeout_s * 1000))
-        self._batch.append(wire.admit_request_to_pb(ask.attempt, ask.worker, ask.turn, ask.offer, deadline_ms=deadline_ms))
+        self._batch.append(
+            wire.admit_request_to_pb(ask.attempt, ask.worker, ask.turn, ask.offer, deadline_ms=deadline_ms, traceparent=traceparent)
+        )
         self._wake.set()
 
     async def run(self) -> None:
@@ -137,7 +140,7 @@ class AgentStream:
         questions, self._open, self._batch, self._releases = list(self._open.values()), {}, [], []
         for question in questions:
             question.timer.cancel()
-            self._fallback.ask(question.ask, question.answered)
+            self._fallback.ask(question.ask, question.answered, question.traceparent)
 
 
 class StreamAdmission:
@@ -150,11 +153,11 @@ class StreamAdmission:
         self._timeout_s = timeout_s
         self._streams: dict[str, AgentStream] = {}
 
-    def ask(self, ask: Ask, answered: Callable[[Answer], None]) -> None:
+    def ask(self, ask: Ask, answered: Callable[[Answer], None], traceparent: str = "") -> None:
         """Asks the worker's agent."""
         target = self._agents.target_of(ask.worker.worker_id)
         stream = self._streams.get(target) if target is not None else None
-        (stream if stream is not None else self._fallback).ask(ask, answered)
+        (stream if stream is not None else self._fallback).ask(ask, answered, traceparent)
 
     def is_up(self, target: str) -> bool:
         """True while the agent is asked on its stream."""

@@ -8,12 +8,16 @@ LocalAdmission    no question at all: the router's own copy of the worker's numb
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
+
+from opentelemetry.context import attach, detach
 
 from kvc.core.admit import admit
 from kvc.core.dispatch import Admitted, Refused, Unreachable
 from kvc.core.prefill import matched_tokens
 from kvc.core.types import Admission, Facts
+from kvc.runtime.telemetry import context_from
+from kvc.runtime.tracing import with_own_span
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,12 +26,21 @@ if TYPE_CHECKING:
     from kvc.core.state import Sigma
     from services.router.ports import AdmissionPort
 
+NOT_RECORDED: Final = f"00-{1:032x}-{1:016x}-00"
+"""What a unary call carries for a request that is not recorded: without it the call would begin a trace of its own."""
+
 
 class Asking(Protocol):
     """Asks for admission."""
 
-    def ask(self, ask: Ask, answered: Callable[[Answer], None]) -> None:
-        """Asks; `answered` is called exactly once, possibly before this returns."""
+    def ask(self, ask: Ask, answered: Callable[[Answer], None], traceparent: str = "") -> None:
+        """Asks; `answered` is called exactly once, possibly before this returns.
+
+        Args:
+            ask: the question.
+            answered: gets the answer.
+            traceparent: the question's span, when it is recorded.
+        """
         ...
 
 
@@ -38,7 +51,7 @@ class LocalAdmission:
         """Reads `sigma`."""
         self._sigma = sigma
 
-    def ask(self, ask: Ask, answered: Callable[[Answer], None]) -> None:
+    def ask(self, ask: Ask, answered: Callable[[Answer], None], traceparent: str = "") -> None:  # noqa: ARG002 - nobody is asked
         """Answers at once."""
         answered(local_answer(ask, self._sigma))
 
@@ -65,14 +78,19 @@ class TaskAdmission:
         self._timeout_s = timeout_s
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def ask(self, ask: Ask, answered: Callable[[Answer], None]) -> None:
+    def ask(self, ask: Ask, answered: Callable[[Answer], None], traceparent: str = "") -> None:
         """Asks."""
-        task = asyncio.get_running_loop().create_task(self._ask(ask, answered))
+        task = asyncio.get_running_loop().create_task(self._ask(ask, answered, traceparent or NOT_RECORDED))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _ask(self, ask: Ask, answered: Callable[[Answer], None]) -> None:
-        answered(await self._port.admit(ask, self._timeout_s))
+    async def _ask(self, ask: Ask, answered: Callable[[Answer], None], traceparent: str) -> None:
+        token = attach(with_own_span(context_from(traceparent)))
+        try:
+            answer = await self._port.admit(ask, self._timeout_s)
+        finally:
+            detach(token)
+        answered(answer)
 
     def close(self) -> None:
         """Cancels questions in flight."""

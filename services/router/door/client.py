@@ -11,8 +11,6 @@ half, because the two look alike and an engine's time is dear. What the door ans
 from __future__ import annotations
 
 import asyncio
-import random
-import re
 from collections import deque
 from typing import TYPE_CHECKING, Final, cast
 
@@ -22,38 +20,36 @@ from kvc.errors import KvcError, http_body, messages_body
 from services.router.door.framing import Body
 from services.router.door.parser import HttpRefusedError, RequestParser
 from services.router.door.request import MESSAGES
+from services.router.door.spans import TRACEPARENT, new_traceparent
+from services.router.door.statuses import KINDS, REASONS
+from services.router.door.watch import has_ended
 
 if TYPE_CHECKING:
     from services.router.door.door import Door
     from services.router.door.exchange import Exchange
     from services.router.door.framing import Head
     from services.router.door.request import HttpRequest
+    from services.router.door.spans import Trace
 
 MAX_WAITING: Final = 4
 """Requests that wait for their turn; with more, reading stops."""
 MOST_WAITING: Final = 256
 """Requests that may wait because they were read at once."""
 MAX_WAITING_BYTES: Final = 1 << 20
+MOST_TURNED_AWAY: Final = 1024
+"""Connections beyond the limit that may wait for their last answer to be read; with more, they are reset."""
 LINGER_S: Final = 2.0
 """How long what a client still sends after its last answer is read and dropped: closing at once would take the answer away from it."""
 NEVER_S: Final = float("inf")
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-_REASONS = {
-    200: b"OK", 400: b"Bad Request", 401: b"Unauthorized", 404: b"Not Found", 405: b"Method Not Allowed", 408: b"Request Timeout",
-    409: b"Conflict", 413: b"Content Too Large", 417: b"Expectation Failed", 429: b"Too Many Requests",
-    431: b"Request Header Fields Too Large", 500: b"Internal Server Error", 502: b"Bad Gateway", 503: b"Service Unavailable",
-    504: b"Gateway Timeout",
-}  # fmt: skip
-_KINDS = {
-    401: "UNAUTHENTICATED", 405: "METHOD_NOT_ALLOWED", 408: "REQUEST_TIMEOUT", 413: "TOO_LARGE", 429: "TOO_MANY_REQUESTS",
-    431: "HEAD_TOO_LARGE", 500: "INTERNAL", 503: "OVERLOADED",
-}  # fmt: skip
 _UNAUTHORIZED = 401
-_TRACEPARENT = re.compile(rb"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class Client(asyncio.Protocol):
     """One connection. Implements parser.Sink."""
+
+    trace: Trace | None = None
+    """Of the current request, when it is recorded."""
 
     def __init__(self, door: Door) -> None:
         """Not connected yet."""
@@ -83,8 +79,25 @@ class Client(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client connected."""
         self._transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass
-        self._door.clients.add(self)
-        self._arm(self._door.limits.idle_s)
+        door = self._door
+        if door.is_crowded:
+            self._turn_away()
+            return
+        door.clients.add(self)
+        self._arm(door.limits.idle_s)
+
+    def _turn_away(self) -> None:
+        """A connection too many. It is told so, and closed when it has had time to read that, unless too many of these are left, too."""
+        door, transport = self._door, self._transport
+        door.counts.turned_away.value += 1
+        if len(door.turned_away) >= MOST_TURNED_AWAY and transport is not None:
+            self._deaf = self._closing = True
+            transport.abort()
+            return
+        door.clients.add(self)
+        door.turned_away.add(self)
+        self._deaf = True
+        self._answer_refusal(503, "too many connections", "TOO_MANY_CONNECTIONS", b"retry-after: 1\r\n")
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
         """The client is gone: its turn stops everywhere."""
@@ -94,6 +107,8 @@ class Client(asyncio.Protocol):
         self._held_bytes = 0
         self._disarm()
         self._door.clients.discard(self)
+        self._door.turned_away.discard(self)
+        self._door.watch.discard(self)
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.cancel()
@@ -160,6 +175,12 @@ class Client(asyncio.Protocol):
         if reads is not self._reads:
             self._reads = reads
             (transport.resume_reading if reads else transport.pause_reading)()
+            (self._door.watch.discard if reads else self._door.watch.add)(self)
+
+    def look(self) -> None:
+        """Nobody reads from the client just now: has it gone meanwhile?"""
+        if self._exchange is not None and self._transport is not None and has_ended(self._transport):
+            self.eof_received()
 
     # --- requests -----------------------------------------------------------------------------------------------------------------
 
@@ -197,8 +218,12 @@ class Client(asyncio.Protocol):
         self._current = request
         self._last = request.http10 or not request.keep_alive
         self.status = 0
-        given = request.header(b"traceparent")
-        self.traceparent = given if given is not None and _TRACEPARENT.fullmatch(given) else _traceparent()
+        tracing = self._door.tracing
+        if tracing is None:
+            given = request.header(b"traceparent")
+            self.traceparent = given if given is not None and TRACEPARENT.fullmatch(given) else new_traceparent()
+        else:
+            self.traceparent, self.trace = tracing.begin(request)
         self._door.handle(self, request)
 
     def _begin_waiting(self) -> None:
@@ -226,16 +251,22 @@ class Client(asyncio.Protocol):
         if keep_alive:
             connection = b"connection: keep-alive\r\n" if request is not None and request.http10 else b""
         head = b"HTTP/1.1 %d %b\r\ncontent-type: %b\r\ncontent-length: %d\r\n%b%b\r\n" % (
-            status, _REASONS.get(status, b"Status"), content_type, len(body), connection, extra,
+            status, REASONS.get(status, b"Status"), content_type, len(body), connection, extra,
         )  # fmt: skip
         self.status = status
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(head if request is not None and request.method == b"HEAD" else head + body)
+            self._door.responses[status].value += 1
+        if self.trace is not None and request is not None:
+            self.trace.answered(status)
+            self.trace.over()
         self._next(keep_alive=keep_alive)
 
     def respond_error(self, error: KvcError) -> None:
         """A typed error, in the shape that the clients of the path understand."""
         status, body = http_body(error)
+        if self.trace is not None:
+            self.trace.refused(error)
         if self._current is not None and self._current.path == MESSAGES:
             body = messages_body(error)
         extra = b"traceparent: %b\r\n" % self.traceparent
@@ -247,10 +278,13 @@ class Client(asyncio.Protocol):
 
     def splice_head(self, head: Head, extra: bytes, rest: bytes) -> None:
         """The engine's head, with our lines, and the first bytes of its body in one write."""
-        self.status = head.status
+        self.status = status = head.status
         transport, request = self._transport, self._current
         if transport is None or request is None:
             return
+        self._door.responses[status].value += 1
+        if self.trace is not None:
+            self.trace.answered(status)
         if head.until_close or self._door.stopping:
             self._last = True
         if self._last:
@@ -317,10 +351,10 @@ class Client(asyncio.Protocol):
         else:
             self._refusal = (status, message)
 
-    def _answer_refusal(self, status: int, message: str) -> None:
+    def _answer_refusal(self, status: int, message: str, kind: str = "", extra: bytes = b"") -> None:
         self._closing = True
-        kind = _KINDS.get(status, "BAD_REQUEST")
-        extra = b"www-authenticate: Bearer\r\n" if status == _UNAUTHORIZED else b""
+        kind = kind or KINDS.get(status, "BAD_REQUEST")
+        extra += b"www-authenticate: Bearer\r\n" if status == _UNAUTHORIZED else b""
         body = msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": status}})
         self.respond(status, body, extra=extra)
 
@@ -376,9 +410,3 @@ class Client(asyncio.Protocol):
             self._refuse(408, "the request did not come to its end in time")
         else:
             self._close(lingers=False)
-
-
-def _traceparent() -> bytes:
-    """A new trace that nobody records: the id still ties the reply to the engine's log."""
-    raw = b"%048x" % random.getrandbits(192)
-    return b"00-%b-%b-00" % (raw[:32], raw[32:])

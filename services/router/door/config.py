@@ -23,6 +23,7 @@ class DoorConfig:
         "reference", help="of chat prompts; none: prompts are compared by their bytes, lengths are estimates that engines' counts correct"
     )
     default_output_tokens: int = setting(1024, help="reserved for a reply whose request sets no limit", minimum=1, maximum=MAX_NEW_TOKENS)
+    max_connections: int = setting(16_384, help="client connections; further ones are told so and closed", minimum=1, maximum=1_000_000)
     max_requests: int = setting(8192, help="requests in flight", minimum=1, maximum=1_000_000)
     max_conversations: int = setting(100_000, help="conversations remembered", minimum=1, maximum=100_000_000)
     max_head_bytes: int = setting(65_536, help="longest request head", minimum=1024, maximum=1 << 24)

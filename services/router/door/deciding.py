@@ -106,12 +106,15 @@ class Deciding:
                 return
             self._answer, self._asking = None, True
             try:
-                self._door.admission.ask(effect, self._advance)
+                self._ask(effect)
             finally:
                 self._asking = False
             answer = self._answer
             if answer is None:
                 return
+
+    def _ask(self, ask: Ask) -> None:
+        self._door.admission.ask(ask, self._advance)
 
     def _hops(self, ask: Ask) -> bool:
         """Sends a turn on hot KV with its question in the rid. False when the question must be asked first."""
@@ -143,7 +146,7 @@ class Deciding:
         self._door.observer.hopped(outcome)
         self._promise = self._decode_half = None
         assert self._asked is not None
-        self._door.admission.ask(self._asked, self._advance)
+        self._ask(self._asked)
 
     async def _wait(self, effect: Effect) -> None:
         door = self._door

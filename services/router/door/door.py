@@ -18,9 +18,13 @@ from kvc.runtime.config import ConfigError
 from kvc.runtime.logs import event
 from services.router.door.client import Client
 from services.router.door.conversations import Conversations
+from services.router.door.counts import DoorCounts
 from services.router.door.exchange import Exchange
 from services.router.door.request import ROUTED
+from services.router.door.statuses import REASONS
+from services.router.door.traced import TracedExchange
 from services.router.door.upstream import Upstreams
+from services.router.door.watch import Watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
     from services.router.door.conversations import MessageTokenizer
     from services.router.door.observer import DoorObserver
     from services.router.door.request import HttpRequest
+    from services.router.door.spans import Tracing
     from services.router.router import Router
 
 logger = logging.getLogger(__name__)
@@ -68,8 +73,9 @@ class Door:
         observer: DoorObserver,
         registry: CollectorRegistry,
         not_ready: Callable[[], str | None],
+        tracing: Tracing | None = None,
     ) -> None:
-        """Listens to nothing yet."""
+        """Listens to nothing yet. Without `tracing` no request is recorded."""
         self.limits = Limits(
             config.max_head_bytes, config.max_headers, config.max_body_bytes, config.request_timeout_s, config.idle_timeout_s
         )
@@ -86,7 +92,12 @@ class Door:
         self.timeout_s = router.config.requests.timeout_s
         self.default_output_tokens = config.default_output_tokens
         self.upstreams = Upstreams(router.config.engines.connect_timeout_s, config.idle_upstream)
+        self.tracing = tracing
+        self.watch = Watch()
         self.clients: set[Client] = set()
+        self.turned_away: set[Client] = set()
+        self.counts = DoorCounts(registry, REASONS, lambda: len(self.clients))
+        self.responses = self.counts.responses
         self.exchanges: set[Exchange] = set()
         self.held_bytes = 0
         self.stopping = False
@@ -103,6 +114,11 @@ class Door:
     def is_full(self) -> bool:
         """True while the bodies of requests, of all connections together, are more than may be held."""
         return self.held_bytes > self._config.max_held_bytes
+
+    @property
+    def is_crowded(self) -> bool:
+        """True while as many connections are served as may be."""
+        return len(self.clients) - len(self.turned_away) >= self._config.max_connections
 
     # --- for exchanges ------------------------------------------------------------------------------------------------------------
 
@@ -162,7 +178,8 @@ class Door:
             if request.path not in ROUTED:
                 self._own(client, request)
             elif request.method == _POST:
-                client.run(Exchange(self, client, request))
+                trace = client.trace
+                client.run(Exchange(self, client, request) if trace is None else TracedExchange(self, client, request, trace))
             else:
                 client.respond(405, _NOT_ALLOWED, extra=b"allow: POST\r\n")
         except KvcError as error:
@@ -242,7 +259,10 @@ class Door:
         """
         loop = asyncio.get_running_loop()
         try:
-            self._server = await loop.create_server(lambda: Client(self), host, port, ssl=tls, backlog=BACKLOG)
+            hands_s = self.limits.request_s if tls is not None else None
+            self._server = await loop.create_server(
+                lambda: Client(self), host, port, ssl=tls, backlog=BACKLOG, ssl_handshake_timeout=hands_s
+            )
         except OSError as error:
             raise ConfigError(f"http.port: cannot listen on {host}:{port}: {error.strerror or error}") from None
         bound: int = self._server.sockets[0].getsockname()[1]
@@ -279,6 +299,7 @@ class Door:
         for exchange in list(self.exchanges):
             exchange.cancel()
         self.upstreams.close()
+        self.watch.close()
         await self._until(lambda: not self.clients, CLOSE_S)
 
     async def _until(self, condition: Callable[[], bool], at_most_s: float) -> None:

@@ -81,6 +81,10 @@ class Exchange(Deciding):
         """Reply length as the engine reports it; 0 when it does not."""
         return self.usage.get(b"completion_tokens") or self.usage.get(b"output_tokens") or 0
 
+    def cached_tokens(self) -> int:
+        """Prompt tokens whose KV was reused, as the engine reports; 0 when it does not."""
+        return self.usage.get(b"cached_tokens") or self.usage.get(b"cache_read_input_tokens") or 0
+
     # --- deciding -----------------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -168,7 +172,11 @@ class Exchange(Deciding):
         assert self._payload is not None
         body = self._payload.parts(b'"rid":"%b"%b' % (rid.encode(), added))
         pool = self._door.upstreams.pool(worker.engine_url)
-        return pool, message_for(pool, self.request, body, self._client.traceparent)
+        return pool, message_for(pool, self.request, body, self._carried(worker, rid))
+
+    def _carried(self, worker: WorkerInfo, rid: str) -> bytes:  # noqa: ARG002 - a recorded exchange notes whom it sends what
+        """The trace context that a worker gets."""
+        return self._client.traceparent
 
     # --- what the decode worker's half tells ---------------------------------------------------------------------------------------
 
@@ -321,6 +329,8 @@ class Exchange(Deciding):
         decision = self._decision
         self._end_attempt(end)
         if self._inside:
+            if end is ev.End.FAILED:
+                self._door.router.close_unserved(self.session_id)
             self._door.gate.leave(self.session_id)
         self._door.exchanges.discard(self)
         task, self._task = self._task, None

@@ -42,11 +42,10 @@ class DoorObserver:
         """An exchange is over."""
         result = None
         if decision is not None and end is ev.End.COMPLETED:
-            usage = exchange.usage
             last = EngineChunk(
                 prompt_tokens=exchange.prompt_tokens(),
                 completion_tokens=exchange.output_tokens(),
-                cached_tokens=usage.get(b"cached_tokens") or usage.get(b"cache_read_input_tokens") or 0,
+                cached_tokens=exchange.cached_tokens(),
             )
             now_s = exchange.clock.now_s()
             mesh_s = max(0.0, exchange.sent_s - exchange.arrived_s - decision.queued_s)
