@@ -85,14 +85,19 @@ class Talk:
             self.batches.append(batch)
 
 
+TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
+
+
 class Fallback:
     """Unary Admit: keeps what it is asked."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[Ask, Callable[[Answer], None]]] = []
+        self.traceparents: list[str] = []
 
     def ask(self, ask: Ask, answered: Callable[[Answer], None], traceparent: str = "") -> None:
         self.asked.append((ask, answered))
+        self.traceparents.append(traceparent)
 
 
 class Rig:
@@ -103,9 +108,9 @@ class Rig:
         self.fallback = fallback
         self.answers: dict[str, list[Answer]] = {}
 
-    def ask(self, ask: Ask) -> None:
+    def ask(self, ask: Ask, traceparent: str = "") -> None:
         answers = self.answers.setdefault(ask.attempt.request_id, [])
-        self.admission.ask(ask, answers.append)
+        self.admission.ask(ask, answers.append, traceparent)
 
     async def answered(self, request_id: str) -> Answer:
         await until(lambda: bool(self.answers[request_id]))
@@ -207,10 +212,12 @@ async def test_a_stream_that_breaks_loses_no_question_and_is_opened_again() -> N
     async with agent() as one:
         talk = Talk(one)
         async with asking(one) as rig:
-            rig.ask(question(0))
+            rig.ask(question(0), TRACE)
             await until(lambda: len(talk.admits()) == 1)
+            assert talk.admits()[0].traceparent == TRACE
             talk.hang_up()
             await until(lambda: bool(rig.fallback.asked))
+            assert rig.fallback.traceparents == [TRACE]
             ((again, answered),) = rig.fallback.asked
             assert again.attempt == question(0).attempt
             answered(Refused(NO))
@@ -239,5 +246,6 @@ async def test_a_worker_whose_agent_is_not_followed_is_asked_by_unary_admit() ->
     async with agent() as one:
         Talk(one)
         async with asking(one) as rig:
-            rig.ask(question(worker_id="d7"))
+            rig.ask(question(worker_id="d7"), TRACE)
+            assert rig.fallback.traceparents == [TRACE]
             assert [ask.worker.worker_id for ask, _ in rig.fallback.asked] == ["d7"]

@@ -63,3 +63,5 @@ async def test_an_admit_is_a_span_of_the_callers_trace() -> None:
     assert span.parent is not None
     assert f"{span.parent.span_id:016x}" == PARENT[36:52]
     assert dict(span.attributes or {}) == {"kvc.session_id": "s", "kvc.outcome": "seed"}
+    assert isinstance(await desk.handle(link.Admit("r", 1, "s", 0, 100, 10, b"")), link.Admitted)
+    assert only(exporter) is span, "a question without a trace begins none"

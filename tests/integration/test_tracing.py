@@ -44,6 +44,14 @@ ADMIT = """\
 """
 DIRECT = f"kvc-router server Dispatch\n{ADMIT}  kvc-router client engine.generate\n    kvc-engine server engine.request\n"
 SEED = f"{DIRECT}  kvc-router client engine.prefill\n    kvc-engine server engine.request\n"
+ON_STREAM = """\
+  kvc-router client Admit
+    kvc-agent client engine.admit
+      kvc-engine server engine.admit
+"""
+GENERATE = "  kvc-router client engine.generate\n    kvc-engine server engine.request\n"
+PREFILL = "  kvc-router client engine.prefill\n    kvc-engine server engine.request\n"
+HTTP, STREAM = "kvc-router server kvc.http\n", "  kvc-router internal kvc.stream\n"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -68,6 +76,8 @@ class Caller:
     def __init__(self, live: LiveMesh, spans: Collector) -> None:
         self.spans = spans
         self._stub = live.client.stub
+        self._http = live.http
+        self._url = live.mesh.http_url
 
     async def ask(
         self, flags: str = "01", on_response: Callable[[router_pb2.DispatchResponse], None] = lambda _response: None, **fields: Any
@@ -81,6 +91,14 @@ class Caller:
         except grpc.aio.AioRpcError as error:
             return trace_id, from_rpc_error(error)
         return trace_id, None
+
+    async def post(self, session_id: str, tokens: list[int], flags: str = "01", **fields: Any) -> tuple[str, str, bytes]:
+        """Asks over HTTP, for a stream; the trace's id, the traceparent of the reply, and its body."""
+        trace_id = uuid.uuid4().hex
+        headers = {"traceparent": f"00-{trace_id}-{PARENT}-{flags}", "x-session-id": session_id}
+        body = {"input_ids": tokens, "sampling_params": {"max_new_tokens": 4}, "stream": True} | fields
+        async with self._http.post(self._url + "/generate", json=body, headers=headers) as response:
+            return trace_id, response.headers["traceparent"], await response.read()
 
     async def arrived(self, trace_id: str, tree: str) -> list[Span]:
         """The trace's spans, once all of `tree` are there."""
@@ -171,6 +189,73 @@ async def test_no_span_carries_a_prompt(caller: Caller, spans: Collector) -> Non
     assert MARK.encode() not in sent
     assert str(TOKENS[0]).encode() not in sent
     assert pack_tokens(TOKENS[:4]) not in sent
+
+
+async def test_turns_over_http_are_one_trace_each(caller: Caller) -> None:
+    """Probe first, then in one hop: every service's spans under the router's, which the client is told of."""
+    tokens = [9_000_000 + index for index in range(3_000)]
+    trace_id, told, _ = await caller.post("http", tokens)
+    seed = await caller.arrived(trace_id, HTTP + ON_STREAM + GENERATE + PREFILL + STREAM)
+    root = one(seed, "kvc-router server kvc.http")
+    assert root.parent_id == PARENT
+    assert told == f"00-{trace_id}-{root.span_id}-01"
+    names = ("end", "mode", "executor", "decode", "prefill", "input_tokens", "session_id")
+    assert {name: root.attributes[f"kvc.{name}"] for name in names} == {
+        "end": "completed",
+        "mode": "seed",
+        "executor": "prefill",
+        "decode": "d0",
+        "prefill": "p0",
+        "input_tokens": 3_000,
+        "session_id": "http",
+    }
+    assert (root.attributes["url.path"], root.attributes["http.response.status_code"]) == ("/generate", 200)
+    generate, prefill = one(seed, "kvc-router client engine.generate"), one(seed, "kvc-router client engine.prefill")
+    workers = {span.parent_id: span.attributes["kvc.worker_id"] for span in seed if span.name == "engine.request"}
+    assert workers == {generate.span_id: "d0", prefill.span_id: "p0"}
+    assert one(seed, "kvc-router client Admit").attributes["kvc.outcome"] == "admitted"
+    assert all(span.error is None for span in seed)
+    assert all(root.start_ns <= span.start_ns <= span.end_ns for span in seed)
+
+    trace_id, _, _ = await caller.post("http", tokens + list(range(9_500_000, 9_500_100)))
+    direct = await caller.arrived(trace_id, HTTP + GENERATE + STREAM)
+    root, generate = one(direct, "kvc-router server kvc.http"), one(direct, "kvc-router client engine.generate")
+    assert (generate.attributes["kvc.hop"], generate.attributes["kvc.mode"], root.attributes["kvc.mode"]) == ("landed", "direct", "direct")
+    assert one(direct, "kvc-engine server engine.request").attributes["kvc.rid"] == generate.attributes["kvc.rid"]
+    assert 2_900 < root.attributes["kvc.cached_tokens"] <= 3_000
+    assert root.attributes["kvc.cached_tokens"] == one(direct, "kvc-engine server engine.request").attributes["kvc.cached_tokens"]
+
+
+async def test_an_unsampled_request_over_http_is_recorded_nowhere(caller: Caller, spans: Collector) -> None:
+    unsampled, told, _ = await caller.post("http-unsampled", TOKENS[:2_000], flags="00")
+    assert told == f"00-{unsampled}-{PARENT}-00"
+    after, _, _ = await caller.post("http-sampled", [token + 5_000_000 for token in TOKENS])
+    await caller.arrived(after, HTTP + ON_STREAM + GENERATE + PREFILL + STREAM)
+    assert spans.trace(unsampled) == []
+    assert [span for span in spans.spans if span.attributes.get("kvc.session_id") == "http-unsampled"] == []
+
+
+async def test_a_request_over_http_that_is_wrong_ends_at_the_router(caller: Caller) -> None:
+    trace_id, _, body = await caller.post("http-wrong", [], sampling_params={"max_new_tokens": "many"})
+    assert b"INVALID_FIELD" in body
+    (root,) = await caller.arrived(trace_id, HTTP)
+    assert (root.attributes["http.response.status_code"], root.attributes["kvc.reason"], root.error) == (400, "INVALID_FIELD", None)
+
+
+async def test_over_http_with_unary_admission() -> None:
+    """Each question is one span, in the agent as well; one that is not recorded begins no trace of its own anywhere."""
+    with mock.patch.dict(os.environ, {"OTEL_BSP_SCHEDULE_DELAY": "50"}):
+        async with (
+            collector() as spans,
+            live_mesh("0P1D", time_scale=50.0, router_args=("--http-admission", "unary"), telemetry_endpoint=spans.target) as live,
+        ):
+            caller = Caller(live, spans)
+            unsampled, _, _ = await caller.post("unsampled", TOKENS, flags="00")
+            trace_id, _, _ = await caller.post("sampled", TOKENS[::-1])
+            await caller.arrived(trace_id, HTTP + ADMIT + GENERATE + STREAM)
+            assert spans.trace(unsampled) == []
+            admits = [span for span in spans.spans if span.name.endswith("/Admit") or span.name == "engine.admit"]
+            assert {span.trace_id for span in admits} == {trace_id}
 
 
 async def test_a_collector_of_another_make_takes_the_spans() -> None:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from kvc.core.types import Decision
     from kvc.errors import KvcError
     from services.router.door.exchange import Exchange
+    from services.router.door.spans import Tracing
     from services.router.ports import EnginePort
     from tests.support.door_engine import Answer
 
@@ -330,7 +331,12 @@ class Wire:
 
 @asynccontextmanager
 async def front(
-    *, http: dict[str, Any] | None = None, tls: ssl.SSLContext | None = None, client_tls: ssl.SSLContext | None = None, **fields: Any
+    *,
+    http: dict[str, Any] | None = None,
+    tls: ssl.SSLContext | None = None,
+    client_tls: ssl.SSLContext | None = None,
+    tracing: Tracing | None = None,
+    **fields: Any,
 ) -> AsyncIterator[Front]:
     """A door without workers. `http` changes its settings, `fields` the router's (as for fake_ports.config)."""
     token = fields.pop("token", None)
@@ -343,7 +349,7 @@ async def front(
     registry = CollectorRegistry()
     observer = Ends(RouterMetrics(registry))
     asking = FakeAsking(admission)
-    door = Door(DoorConfig(**(http or {})), router, asking, ReferenceTokenizer(), observer, registry, lambda: None)
+    door = Door(DoorConfig(**(http or {})), router, asking, ReferenceTokenizer(), observer, registry, lambda: None, tracing)
     tasks = [asyncio.create_task(janitor.run()), asyncio.create_task(door.sweep())]
     async with AsyncExitStack() as stack:
         made = Front(door, router, admission, asking, observer, janitor, stack, tls=client_tls)

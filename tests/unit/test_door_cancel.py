@@ -5,19 +5,30 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+import ssl
 import struct
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvc.core.dispatch import Unreachable
 from kvc.core.types import Reason
-from tests.support.door_engine import CHUNKED, END, USAGE, answers, breaks, chunk, good, hangs, head, streams, whole
+from services.router.door.door import tls_context
+from tests.support.certificates import make_certificates
+from tests.support.door_engine import CHUNKED, END, USAGE, Gate, answers, breaks, chunk, good, hangs, head, streams, whole
 from tests.support.fake_ports import no
 from tests.support.front import CANCELLED, DEADLINE_S, HI, Front, Wire, front, post
 from tests.support.waiting import until
 
+if TYPE_CHECKING:
+    from tests.support.certificates import Certificates
+
 BOTH_LOOPS = True
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return make_certificates(tmp_path_factory.mktemp("tls"))
 
 
 # ---- clients that go ----
@@ -87,14 +98,7 @@ async def test_a_client_that_goes_leaves_nothing(door: Front, where: Any, close:
     if where is in_the_stream:
         await wire.head()
     await asyncio.sleep(0.02)
-    if close == "half":
-        wire.writer.write_eof()
-    elif close == "reset":
-        sock: socket.socket = wire.writer.get_extra_info("socket")
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        wire.writer.transport.abort()
-    else:
-        wire.writer.close()
+    go(wire, close)
     await until(lambda: len(door.door.exchanges) == before, 0.2, "the door has noticed")
     if not before:
         await until(lambda: all(engine.live == 0 for engine in door.engines.values()), 0.2, "the engines have noticed")
@@ -107,6 +111,70 @@ async def test_a_client_that_goes_leaves_nothing(door: Front, where: Any, close:
         engine.answers = [good]
     assert (await door.ask(x_session_id="s")).status == 200
     await door.check()
+
+
+@pytest.mark.parametrize("over", ["tcp", "tls"])
+@pytest.mark.parametrize("close", ["whole", "half", "reset"])
+@pytest.mark.parametrize(
+    "more",
+    [b"", post(HI) * 20, post(HI) * 100, post(HI | {"user": "x" * 1_200_000})[:-9]],
+    ids=["nothing", "some requests", "many requests", "a long one"],
+)
+async def test_a_client_that_sent_more_goes(more: bytes, close: str, over: str, certificates: Certificates) -> None:
+    """F58: within 200 ms, also when nobody reads on because too much waits, so that the end of its stream is out of sight."""
+    tls, reads = over == "tls", len(more) < 20 * len(post(HI)) + 1
+    server = tls_context(certificates.certificate, certificates.key, None) if tls else None
+    trust = ssl.create_default_context(cafile=str(certificates.authority)) if tls else None
+    async with front(tls=server, client_tls=trust) as door:
+        await door.worker("d0", streams(head(200, CHUNKED) + chunk(b"1"), gap_s=30.0))
+        wire = await door.client()
+        await wire.send(post(HI))
+        await wire.head()
+        await wire.reader.readexactly(len(chunk(b"1")))
+        await wire.send(more)
+        (one,) = door.door.clients
+        await until(lambda: one._reads is reads, DEADLINE_S, "reading stops")
+        await asyncio.sleep(0.15)
+        assert one._reads is reads
+        assert door.engines["d0"].live == 1
+        if tls and (close == "half" or not reads):  # nobody answers its farewell, which a client over TLS may wait for: it just leaves
+            wire.writer.transport.abort()
+        else:
+            go(wire, close)
+        await until(lambda: not door.door.exchanges, 0.2, "the door has noticed")
+        await until(lambda: door.engines["d0"].live == 0, 0.2, "the engine has noticed")
+        await until(lambda: not door.door.clients, DEADLINE_S, "the connection is gone")
+        assert not door.door.watch._clients
+        await door.check(1)
+
+
+async def test_whoever_is_read_from_again_is_not_watched(door: Front) -> None:
+    """A client that waits for many replies is no client that has gone."""
+    gate = Gate()
+    await door.worker("d0", gate)
+    wire = await door.client()
+    await wire.send(post(HI) * 100)
+    (one,) = door.door.clients
+    await until(lambda: one in door.door.watch._clients, DEADLINE_S, "it is watched")
+    await asyncio.sleep(0.3)
+    gate.go.set()
+    assert [(await wire.response()).status for _ in range(100)] == [200] * 100
+    assert one not in door.door.watch._clients
+    await until(lambda: door.door.watch._timer is None, DEADLINE_S, "nobody looks")
+    await wire.works()
+    await door.check(100)
+
+
+def go(wire: Wire, close: str) -> None:
+    """The client closes all of its connection, its sending half, or resets it."""
+    if close == "half":
+        wire.writer.write_eof()
+    elif close == "reset":
+        sock: socket.socket = wire.writer.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        wire.writer.transport.abort()
+    else:
+        wire.writer.close()
 
 
 async def test_cancels_at_any_moment_leave_nothing(door: Front) -> None:

@@ -126,8 +126,9 @@ class LinkDesk:
 
     @contextlib.contextmanager
     def _span(self, traceparent: str) -> Iterator[dict[str, str]]:
+        """A span under the caller's; none without one: a question of a request that is not recorded begins no trace."""
         attributes: dict[str, str] = {}
-        if not self._telemetry.enabled:
+        if not (self._telemetry.enabled and traceparent):
             yield attributes
             return
         with self._telemetry.tracer.start_as_current_span("engine.admit", context_from(traceparent), SpanKind.SERVER) as span:

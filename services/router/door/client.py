@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from services.router.door.request import HttpRequest
     from services.router.door.spans import Trace
 
-MAX_WAITING: Final = 4
-"""Requests that wait for their turn; with more, reading stops."""
+MAX_WAITING: Final = 64
+"""Requests that wait for their turn; with more, reading stops, and with it the news of the client's end (watch.py sees to that)."""
 MOST_WAITING: Final = 256
 """Requests that may wait because they were read at once."""
 MAX_WAITING_BYTES: Final = 1 << 20
@@ -71,6 +71,7 @@ class Client(asyncio.Protocol):
         self._writes = True
         self._http10_body: Body | None = None
         self._held_bytes = 0
+        self._behind_bytes = 0
         self.traceparent = b""
         self.status = 0
 
@@ -151,6 +152,8 @@ class Client(asyncio.Protocol):
         except Exception as error:  # noqa: BLE001 - a fault of ours answers this client and is logged; the others go on
             self._refuse(500, self._door.fault(error).message)
         if self._waiting or self._parser.body_bytes or self._held_bytes:
+            if self._waiting:
+                self._behind_bytes += len(data)
             self._hold_back()
             self._account()
             if self._door.is_full and self._parser.body_bytes:
@@ -170,8 +173,10 @@ class Client(asyncio.Protocol):
         if transport is None or transport.is_closing():
             return
         waiting = len(self._waiting)
+        if not waiting:
+            self._behind_bytes = 0
         held = sum(len(request.body) for request in self._waiting) + (self._parser.body_bytes if self._current is not None else 0)
-        reads = self._deaf or (waiting < MAX_WAITING and held < MAX_WAITING_BYTES)
+        reads = self._deaf or (waiting < MAX_WAITING and max(held, self._behind_bytes) < MAX_WAITING_BYTES)
         if reads is not self._reads:
             self._reads = reads
             (transport.resume_reading if reads else transport.pause_reading)()

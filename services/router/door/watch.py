@@ -1,7 +1,8 @@
 """Clients that are not read from, because too much of theirs waits: an event loop does not tell when they go away, so the kernel is asked.
 
-The end of a client's stream lies behind what it has sent and nobody reads; the state of its TCP connection says it all the same. Only
-when the kernel has no room left for what the client has sent does the end stay out of sight, until something is written.
+The end of a client's stream lies behind what it has sent and nobody reads; the state of its TCP connection tells of it all the same. It
+stays out of sight, until something is written, when the kernel has no room left for what the client has sent; and when a client over TLS
+only says farewell and leaves its TCP connection open.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from services.router.door.client import Client
 
-LOOK_S: Final = 0.1
+LOOK_S: Final = 0.05
 _TCP_INFO: Final[int | None] = getattr(socket, "TCP_INFO", None)  # Linux has it
 _ENDED: Final = frozenset({7, 8})  # TCP_CLOSE and TCP_CLOSE_WAIT of linux/tcp_states.h
 
