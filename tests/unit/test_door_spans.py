@@ -142,7 +142,7 @@ async def test_a_seed_on_two_workers() -> None:
         assert noted(admit)["rpc.method"] == "Admit"
         assert {span.kind for span in (admit, prefill, generate)} == {SpanKind.CLIENT}
         rid = d0.requests[0].json["rid"]
-        assert dictnoted(generate) == {
+        assert noted(generate) == {
             "kvc.worker_id": "d0",
             "kvc.rid": rid,
             "kvc.session_id": "s",
@@ -153,7 +153,7 @@ async def test_a_seed_on_two_workers() -> None:
             "url.full": f"{d0.url}/v1/chat/completions",
         }
         assert [event.name for event in generate.events] == ["first chunk"]
-        told = dictnoted(root)
+        told = noted(root)
         assert 0 < told.pop("kvc.mesh_s") <= told.pop("kvc.ttft_s")
         assert told == {
             "http.request.method": "POST",
@@ -305,7 +305,7 @@ async def test_an_engines_refusal_is_its_reason(status: int, body: bytes, said: 
         assert noted(first)["http.response.status_code"] == status
         (root,) = await recorder.roots()
         (retried,) = [event for event in root.events if event.name == "retried"]
-        assert dictnoted(retried) == {"error.type": said, "kvc.worker_id": "d0"}
+        assert noted(retried) == {"error.type": said, "kvc.worker_id": "d0"}
 
 
 @pytest.mark.parametrize(("status", "failed"), [(400, None), (503, "HTTP 503")])
