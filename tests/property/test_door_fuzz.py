@@ -212,7 +212,7 @@ def fuzz(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     Watched.made = []
     # Hypothesis seeds the one that is shared by all: every example would use the same ids.
     monkeypatch.setattr("services.router.door.deciding.random", random.SystemRandom())
-    monkeypatch.setattr("services.router.door.client.random", random.SystemRandom())
+    monkeypatch.setattr("services.router.door.spans.random", random.SystemRandom())
     monkeypatch.setattr("services.router.door.door.Client", Watched)
     made = Fuzz(LOOPS[request.param])
     try:
