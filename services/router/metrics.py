@@ -113,7 +113,12 @@ class RouterMetrics(Observer):
         else:
             self._undecided[reason if reason in self._undecided else "OTHER"].inc()
         if result is not None:
-            self._observe(result)
+            mode, last = result.decision.mode, result.last
+            self._ttft[mode].observe(result.ttft_s)
+            self._latency[mode].observe(result.latency_s)
+            self._mesh.observe(result.mesh_s)
+            self._cached.value += last.cached_tokens
+            self._prompt.value += last.prompt_tokens
         level = logging.WARNING if end is ev.End.FAILED else logging.INFO
         if logger.isEnabledFor(level):
             problem = str(error) if isinstance(error, KvcError) else None
@@ -129,14 +134,6 @@ class RouterMetrics(Observer):
             "prompt_tokens": self._prompt.value,
             "cached_tokens": self._cached.value,
         }
-
-    def _observe(self, result: Result) -> None:
-        mode = result.decision.mode
-        self._ttft[mode].observe(result.ttft_s)
-        self._latency[mode].observe(result.latency_s)
-        self._mesh.observe(result.mesh_s)
-        self._cached.value += result.last.cached_tokens
-        self._prompt.value += result.last.prompt_tokens
 
 
 def _values(counters: dict[str, Counter]) -> dict[str, int]:
