@@ -25,7 +25,22 @@ from kvc.core.admit import fits_empty
 from kvc.core.cost import choose_executor
 from kvc.core.prefill import matched_tokens, prefill_offer
 from kvc.core.route import choose, overlap_blocks
-from kvc.core.types import Attempt, Decision, Executor, Facts, GaveUp, Give, Mode, PrefillOffer, Probe, Reason
+from kvc.core.types import (
+    Admission,
+    Attempt,
+    Decision,
+    Executor,
+    Facts,
+    GaveUp,
+    Give,
+    Mode,
+    PrefillOffer,
+    Probe,
+    Reason,
+    Rejection,
+    Turn,
+    WorkerRef,
+)
 from kvc.core.value import value
 
 if TYPE_CHECKING:
@@ -33,7 +48,6 @@ if TYPE_CHECKING:
 
     from kvc.core.members import WorkerState
     from kvc.core.state import Sigma
-    from kvc.core.types import Admission, Rejection, Turn, WorkerRef
 
 
 @value(frozen=True, slots=True)

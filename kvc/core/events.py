@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING
 
+from kvc.core.blocks import Chain
+from kvc.core.types import Attempt, Executor, Facts, Mode, Reason, WorkerInfo, WorkerRef
 from kvc.core.value import value
-
-if TYPE_CHECKING:
-    from kvc.core.blocks import Chain
-    from kvc.core.types import Attempt, Executor, Facts, Mode, Reason, WorkerInfo, WorkerRef
 
 
 class End(enum.StrEnum):

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvc.core.blocks import resident_blocks
+from kvc.core.types import Facts, Mode, WorkerInfo, WorkerRef
 
 if TYPE_CHECKING:
-    from kvc.core.types import Facts, Mode, Turn, WorkerInfo, WorkerRef
+    from kvc.core.types import Turn
 
 
 @dataclass(slots=True)
@@ -37,9 +38,9 @@ class WorkerState:
     def __post_init__(self) -> None:
         """`ref` and `why_not` are looked at many times a turn: fields, not walks."""
         self.ref = self.info.ref
-        self.set()
+        self.judge()
 
-    def set(self, *, healthy: bool | None = None, draining: bool | None = None) -> None:
+    def judge(self, *, healthy: bool | None = None, draining: bool | None = None) -> None:
         """Changes whether the worker may be routed to; after a change of `info`, too. Mutates."""
         self.healthy = self.healthy if healthy is None else healthy
         self.draining = self.draining if draining is None else draining

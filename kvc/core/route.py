@@ -11,6 +11,7 @@ import math
 from typing import TYPE_CHECKING
 
 from kvc.core.members import matched_blocks
+from kvc.core.types import WorkerRef
 from kvc.core.value import value
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from kvc.core.members import SessionState, WorkerState
     from kvc.core.state import Sigma
-    from kvc.core.types import Turn, WorkerRef
+    from kvc.core.types import Turn
 
 Score = tuple[float, ...]
 _NO_BLOCK = -1  # resident nowhere: hashes are unsigned

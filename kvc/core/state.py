@@ -153,7 +153,7 @@ class Sigma:
         known = self.workers.get(info.ref.worker_id)
         if known is not None and known.ref == info.ref:
             known.info = info
-            known.set(healthy=True)
+            known.judge(healthy=True)
             known.failures = 0
             return
         fresh = WorkerState(info, draining=known.draining if known is not None else False)
@@ -195,13 +195,13 @@ class Sigma:
     def _worker_health(self, event: ev.WorkerHealth) -> None:
         worker = self.worker(event.ref)
         if worker is not None:
-            worker.set(healthy=event.healthy)
+            worker.judge(healthy=event.healthy)
             worker.failures = 0
 
     def _worker_draining(self, event: ev.WorkerDraining) -> None:
         worker = self.workers.get(event.worker_id)
         if worker is not None:
-            worker.set(draining=event.draining)
+            worker.judge(draining=event.draining)
 
     def _residency_reset(self, event: ev.ResidencyReset) -> None:
         worker = self.worker(event.ref)
@@ -319,7 +319,7 @@ class Sigma:
             return
         worker.failures += 1
         if event.gone or worker.failures >= UNREACHABLE_LIMIT:
-            worker.set(healthy=False)
+            worker.judge(healthy=False)
 
     def _turn_ended(self, event: ev.TurnEnded) -> None:
         turn = self.open.get(event.attempt)

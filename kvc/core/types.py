@@ -6,14 +6,11 @@ Vocabulary and symbols follow seed 000 section 2; rulings R1-R29 are those of do
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
+from kvc.core.blocks import Chain
 from kvc.core.value import value
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from kvc.core.blocks import Chain
 
 
 class Role(enum.Enum):

@@ -21,14 +21,13 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import msgspec
 import xxhash
 
-from kvc.core.blocks import HASH_BYTES, TOKEN_BYTES, chain_seed, common_blocks, extend_blocks, extend_chain
+from kvc.core.blocks import HASH_BYTES, TOKEN_BYTES, Chain, chain_seed, common_blocks, extend_blocks, extend_chain
 from kvc.errors import InvalidField
+from services.router.door.payload import Written
 
 if TYPE_CHECKING:
     from collections.abc import Container
 
-    from kvc.core.blocks import Chain
-    from services.router.door.payload import Written
 
 _decode_messages = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _digest = xxhash.xxh3_128_digest

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvc.core.dispatch import Admitted, Ask, Pause, Resumed, Unreachable, WaitForRoom
 from kvc.engine.hop import hop_rid
@@ -27,12 +27,15 @@ if TYPE_CHECKING:
     from services.router.door.halves import DecodeHalf
 
 
+_NOBODY: Final[frozenset[WorkerRef]] = frozenset()
+
+
 class Deciding:
     """The part of an exchange that decides. What most requests never set is a default of the class."""
 
     sent_s = 0.0
     _turn: Turn
-    _avoid: frozenset[WorkerRef] = frozenset()
+    _avoid: frozenset[WorkerRef]
     _attempt = 0
     _steps: Dispatch | None = None
     _asked: Ask | None = None
@@ -49,6 +52,7 @@ class Deciding:
     def __init__(self, door: Door) -> None:
         """Nothing is decided yet."""
         self._door = door
+        self._avoid = _NOBODY
         self.request_id = f"{random.getrandbits(128):032x}"
         self.arrived_s = door.clock.now_s()
 
@@ -104,16 +108,22 @@ class Deciding:
             self._asked = effect
             if self._may_hop and self._door.one_hop and self._hops(effect):
                 return
-            self._answer, self._asking = None, True
-            try:
-                self._ask(effect)
-            finally:
-                self._asking = False
-            answer = self._answer
+            answer = self._answered_at_once(effect)
             if answer is None:
                 return
 
+    def _answered_at_once(self, ask: Ask) -> Answer | None:
+        """Asks; the answer, when it comes before this returns."""
+        self._asking = True
+        try:
+            self._ask(ask)
+        finally:
+            self._asking = False
+        answer, self._answer = self._answer, None
+        return answer
+
     def _ask(self, ask: Ask) -> None:
+        """Asks for admission."""
         self._door.admission.ask(ask, self._advance)
 
     def _hops(self, ask: Ask) -> bool:
@@ -135,11 +145,15 @@ class Deciding:
         self._landed = half
         self._advance(promised)
         self._landed = None
-        if self._decode_half is half:
+        if self._replying() is half:
             self._door.observer.hopped("landed")
             return True
         half.cancel()
         return False
+
+    def _replying(self) -> DecodeHalf | None:
+        """The half whose reply is the client's, as it is now."""
+        return self._decode_half
 
     def _ask_after_all(self, outcome: str) -> None:
         """The hop was refused: the question is asked, and its answer is the worker's."""

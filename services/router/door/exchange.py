@@ -14,7 +14,7 @@ import re
 import secrets
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 _encode = msgspec.json.Encoder().encode
 _MAX_ROOM = 2**63 - 1
 _ERROR = 400
+_NO_COUNTS: Final[Mapping[bytes, int]] = MappingProxyType({})
 _COUNTED = b'_tokens"'
 _REASON = re.compile(rb'"type"\s*:\s*"([a-z-]{1,64})"')
 
@@ -54,7 +55,7 @@ class Exchange(Deciding):
     input_tokens = 0
     _prompt: Prompt | None = None
     first_s = 0.0
-    usage: Mapping[bytes, int] = MappingProxyType({})
+    usage: Mapping[bytes, int]
     _payload: Payload | None = None
     _reserve = 0
     _decision: Decision | None = None
@@ -64,6 +65,7 @@ class Exchange(Deciding):
     def __init__(self, door: Door, client: Client, request: HttpRequest) -> None:
         """Does nothing yet."""
         super().__init__(door)
+        self.usage = _NO_COUNTS
         self._client = client
         self.request = request
         self.clock = door.clock
