@@ -8,7 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from bench import admit, blocks, grpc_path, memory, route, turn
+from bench import admit, admit_stream, blocks, grpc_path, memory, route, turn
 from bench.report import as_json, machine, table
 
 if TYPE_CHECKING:
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
     from bench.report import Row
 
-BENCHMARKS: dict[str, Callable[[], list[Row]]] = {module.NAME: module.measure for module in (route, turn, blocks, admit, grpc_path, memory)}
+BENCHMARKS: dict[str, Callable[[], list[Row]]] = {
+    module.NAME: module.measure for module in (route, turn, blocks, admit, grpc_path, admit_stream, memory)
+}
 
 
 def main(argv: Sequence[str] | None = None, benchmarks: Mapping[str, Callable[[], list[Row]]] = BENCHMARKS) -> int:

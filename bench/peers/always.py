@@ -16,7 +16,7 @@ from services.admission_agent.config import AgentConfig, EngineConfig
 from services.admission_agent.main import running_agent
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Callable
 
 CAPACITY_TOKENS = 100_000_000
 TTL_S = 5.0
@@ -47,8 +47,15 @@ class AlwaysAdmits:
             capabilities=["admit", "release", "residency", "local-append"],
         )
 
+    def ask(self, body: link.RequestBody, answered: Callable[[link.ReplyBody], None], timeout_s: float) -> None:  # noqa: ARG002 - the port's
+        """Answers at once."""
+        answered(self._reply(body))
+
     async def call(self, body: link.RequestBody, timeout_s: float) -> link.ReplyBody:  # noqa: ARG002 - the port's
         """Answers at once."""
+        return self._reply(body)
+
+    def _reply(self, body: link.RequestBody) -> link.ReplyBody:
         facts = link.LinkFacts(capacity_tokens=CAPACITY_TOKENS)
         if isinstance(body, link.Admit):
             self._tickets += 1

@@ -24,7 +24,7 @@ import msgspec
 from kvc.engine import link
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
 HEADER_BYTES = 4
@@ -112,6 +112,24 @@ async def read_frame(reader: asyncio.StreamReader, max_bytes: int = link.MAX_FRA
         raise LinkClosed(f"connection lost: {error}") from error
 
 
+class Asked:
+    """A request without its reply."""
+
+    __slots__ = ("_calls", "answered", "number", "timer")
+
+    def __init__(self, calls: dict[int, Asked], number: int, answered: Callable[[Any], None], timer: asyncio.TimerHandle) -> None:
+        """Is in `calls` until there is an answer."""
+        self._calls = calls
+        self.number = number
+        self.answered = answered
+        self.timer = timer
+
+    def cancel(self) -> None:
+        """The reply is dropped when it comes. Idempotent."""
+        if self._calls.pop(self.number, None) is not None:
+            self.timer.cancel()
+
+
 class LinkClient:
     """One connection to an engine. Reconnecting is the caller's: a client is not reusable after `LinkError`."""
 
@@ -119,7 +137,7 @@ class LinkClient:
         """Use `connect`."""
         self._reader = reader
         self._writer = writer
-        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._calls: dict[int, Asked] = {}
         self._last_call = 0
         self._events: asyncio.Queue[link.Snapshot | link.Delta | None] = asyncio.Queue()
         self._ended: LinkError | None = None
@@ -150,6 +168,28 @@ class LinkClient:
             raise
         return client
 
+    def ask(self, body: link.RequestBody, answered: Callable[[Any], None], timeout_s: float = 5.0) -> Asked | None:
+        """Sends one request.
+
+        Args:
+            body: the request.
+            answered: called exactly once, possibly before this returns: with the reply's body, or with the LinkError that `call` raises.
+            timeout_s: longest wait, seconds; the connection stays usable after it.
+
+        Returns:
+            The request; None when it is answered already.
+        """
+        if self._ended is not None:
+            answered(type(self._ended)(str(self._ended)))
+            return None
+        frame = encode(link.Request(self._last_call + 1, body))
+        self._last_call += 1
+        number = self._last_call
+        timer = asyncio.get_running_loop().call_later(timeout_s, self._late, number, type(body).__name__, timeout_s)
+        asked = self._calls[number] = Asked(self._calls, number, answered, timer)
+        self._writer.write(frame)
+        return asked
+
     async def call(self, body: link.RequestBody, timeout_s: float = 5.0) -> Any:
         """Sends one request and waits for its reply.
 
@@ -158,23 +198,19 @@ class LinkClient:
             LinkTimeout: no reply within `timeout_s`; the connection stays usable.
             LinkError: the connection is gone.
         """
-        if self._ended is not None:
-            raise type(self._ended)(str(self._ended))
-        self._last_call += 1
-        call = self._last_call
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._calls[call] = future
+        asked = self.ask(body, lambda reply: None if future.done() else future.set_result(reply), timeout_s)
         try:
-            self._writer.write(encode(link.Request(call, body)))
-            async with asyncio.timeout(timeout_s):
-                reply = await future
-        except TimeoutError as error:
-            raise LinkTimeout(f"no answer to {type(body).__name__} within {timeout_s} s") from error
+            reply = await future
         finally:
-            self._calls.pop(call, None)
-        if isinstance(reply, link.Failed):
-            raise CallFailed(reply.code, reply.message, reply.field)
+            if asked is not None:
+                asked.cancel()
+        if isinstance(reply, LinkError):
+            raise reply
         return reply
+
+    def _late(self, number: int, name: str, timeout_s: float) -> None:
+        self._calls.pop(number).answered(LinkTimeout(f"no answer to {name} within {timeout_s} s"))
 
     async def events(self, timeout_s: float = 5.0) -> AsyncIterator[link.Snapshot | link.Delta]:
         """Subscribes and yields the snapshot and then deltas for ever.
@@ -220,15 +256,28 @@ class LinkClient:
             return
         if message.call == 0 and isinstance(message.body, link.Failed):
             raise FrameMalformed(message.body.message)
-        future = self._calls.get(message.call)
-        if future is not None and not future.done():
-            future.set_result(message.body)
+        asked = self._calls.pop(message.call, None)
+        if asked is None:
+            return
+        asked.timer.cancel()
+        body = message.body
+        self._answer(asked, CallFailed(body.code, body.message, body.field) if isinstance(body, link.Failed) else body)
+
+    def _answer(self, asked: Asked, reply: link.ReplyBody | LinkError) -> None:
+        """A fault of whoever asked is theirs: the connection and the other requests go on."""
+        try:
+            asked.answered(reply)
+        except Exception as error:  # noqa: BLE001 - see above
+            context = {"message": "a fault while a reply was taken", "exception": error}
+            asyncio.get_running_loop().call_exception_handler(context)
 
     def _end(self, error: LinkError) -> None:
         if self._ended is not None:
             return
         self._ended = error
-        for future in self._calls.values():
-            if not future.done():
-                future.set_exception(type(error)(str(error)))
+        calls = list(self._calls.values())
+        self._calls.clear()
+        for asked in calls:
+            asked.timer.cancel()
+            self._answer(asked, type(error)(str(error)))
         self._events.put_nowait(None)

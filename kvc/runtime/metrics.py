@@ -26,16 +26,17 @@ Child_co = TypeVar("Child_co", covariant=True)
 class Latency:
     """Counts of one latency histogram: an observation is a bisection and two additions. For one event loop."""
 
-    __slots__ = ("counts", "sum_s")
+    __slots__ = ("_buckets_s", "counts", "sum_s")
 
-    def __init__(self) -> None:
-        """Starts at 0."""
-        self.counts = [0] * (len(LATENCY_BUCKETS_S) + 1)
+    def __init__(self, buckets_s: tuple[float, ...] = LATENCY_BUCKETS_S) -> None:
+        """Starts at 0; `buckets_s` are upper bounds, the last one implied."""
+        self._buckets_s = buckets_s
+        self.counts = [0] * (len(buckets_s) + 1)
         self.sum_s = 0.0
 
     def observe(self, seconds: float) -> None:
         """Counts one observation. Mutates."""
-        self.counts[bisect_left(LATENCY_BUCKETS_S, seconds)] += 1
+        self.counts[bisect_left(self._buckets_s, seconds)] += 1
         self.sum_s += seconds
 
 
@@ -90,7 +91,15 @@ class CountCollector(Collector):
 class LatencyCollector(Collector):
     """A latency histogram, by the values of at most one label, as Prometheus reads it."""
 
-    def __init__(self, name: str, documentation: str, registry: CollectorRegistry, label: str = "", values: Iterable[str] = ("",)) -> None:
+    def __init__(
+        self,
+        name: str,
+        documentation: str,
+        registry: CollectorRegistry,
+        label: str = "",
+        values: Iterable[str] = ("",),
+        buckets_s: tuple[float, ...] = LATENCY_BUCKETS_S,
+    ) -> None:
         """Registers it; series exist from the start with 0.
 
         Args:
@@ -99,8 +108,10 @@ class LatencyCollector(Collector):
             registry: where it is served from.
             label: its label; empty: none.
             values: every value of the label.
+            buckets_s: upper bounds, ascending.
         """
-        self.children = {value: Latency() for value in values}
+        self.children = {value: Latency(buckets_s) for value in values}
+        self._bounds = (*buckets_s, math.inf)
         self._name = name
         self._documentation = documentation
         self._label = label
@@ -112,7 +123,7 @@ class LatencyCollector(Collector):
         for value, child in self.children.items():
             total = 0
             buckets: list[tuple[str, float]] = []
-            for bound, count in zip((*LATENCY_BUCKETS_S, math.inf), child.counts, strict=True):
+            for bound, count in zip(self._bounds, child.counts, strict=True):
                 total += count
                 buckets.append(("+Inf" if math.isinf(bound) else repr(bound), total))
             family.add_metric([value] if self._label else [], buckets, child.sum_s)

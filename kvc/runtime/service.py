@@ -42,11 +42,12 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
     Returns:
         The exit code of the process.
     """
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_supervise(main))
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """What makes the event loop of a service; None: asyncio's own."""
     if importlib.util.find_spec("uvloop") is None:
         return None
     import uvloop  # noqa: PLC0415 - an optional speed-up: stock asyncio serves as well

@@ -18,6 +18,7 @@ from kvc.wire.enums import (
     ROLE_TO_PB,
 )
 from kvc.wire.turns import (
+    admit_request_into,
     admit_request_to_core,
     admit_request_to_pb,
     attempt_from_pb,
@@ -25,6 +26,7 @@ from kvc.wire.turns import (
     facts_from_pb,
     facts_to_pb,
     outcome_from_pb,
+    outcome_into,
     outcome_to_pb,
     ref_from_pb,
     ref_to_pb,
@@ -42,6 +44,7 @@ __all__ = [
     "REASON_TO_PB",
     "ROLE_FROM_PB",
     "ROLE_TO_PB",
+    "admit_request_into",
     "admit_request_to_core",
     "admit_request_to_pb",
     "attempt_from_pb",
@@ -51,6 +54,7 @@ __all__ = [
     "facts_to_pb",
     "load_to_pb",
     "outcome_from_pb",
+    "outcome_into",
     "outcome_to_pb",
     "probe_to_pb",
     "ref_from_pb",

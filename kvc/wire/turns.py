@@ -50,19 +50,6 @@ def ref_from_pb(pb: types_pb2.WorkerRef, field: str = "worker") -> WorkerRef:
     return WorkerRef(checks.identifier(pb.worker_id, f"{field}.worker_id"), pb.epoch)
 
 
-def turn_to_pb(turn: Turn) -> types_pb2.Turn:
-    """Turn. `shared_blocks` stays: only the router that counted them reads them. Of an estimate only lengths travel."""
-    return types_pb2.Turn(
-        session_id=turn.session_id,
-        turn_index=turn.turn_index,
-        input_tokens=turn.input_tokens,
-        output_reserve_tokens=turn.output_reserve_tokens,
-        block_hashes=pack_hashes(turn.chain) if turn.confirmed is None else b"",
-        known_session=turn.known_session,
-        new_tokens=turn.new_tokens,
-    )
-
-
 def turn_from_pb(pb: types_pb2.Turn, block_tokens: int, field: str = "turn") -> Turn:
     """Turn.
 
@@ -83,16 +70,6 @@ def turn_from_pb(pb: types_pb2.Turn, block_tokens: int, field: str = "turn") -> 
         output_reserve_tokens=checks.count(pb.output_reserve_tokens, f"{field}.output_reserve_tokens", 0, checks.MAX_TOKENS),
         known_session=pb.known_session,
         new_tokens=checks.count(pb.new_tokens, f"{field}.new_tokens", 0, input_tokens),
-    )
-
-
-def offer_to_pb(offer: PrefillOffer) -> types_pb2.PrefillOffer:
-    """PrefillOffer."""
-    return types_pb2.PrefillOffer(
-        backlog_s=offer.backlog_s,
-        prefill_tokens_per_s=offer.prefill_tokens_per_s,
-        transfer_tokens_per_s=offer.transfer_tokens_per_s,
-        matched_tokens=offer.matched_tokens,
     )
 
 
@@ -129,14 +106,45 @@ def admit_request_to_pb(
         deadline_ms: milliseconds the caller waits; 0 = the agent's default.
         traceparent: W3C context, for calls on AdmitStream.
     """
-    return admission_pb2.AdmitRequest(
-        attempt=attempt_to_pb(attempt),
-        worker=ref_to_pb(worker),
-        turn=turn_to_pb(turn),
-        offer=None if offer is None else offer_to_pb(offer),
-        deadline_ms=deadline_ms,
-        traceparent=traceparent,
-    )
+    pb = admission_pb2.AdmitRequest()
+    admit_request_into(pb, attempt, worker, turn, offer, deadline_ms=deadline_ms, traceparent=traceparent)
+    return pb
+
+
+def admit_request_into(
+    pb: admission_pb2.AdmitRequest,
+    attempt: Attempt,
+    worker: WorkerRef,
+    turn: Turn,
+    offer: PrefillOffer | None,
+    *,
+    deadline_ms: int = 0,
+    traceparent: str = "",
+) -> None:
+    """As `admit_request_to_pb`, into an empty message that is part of another: a message that is handed over is copied, field by field.
+
+    `turn.shared_blocks` stays: only the router that counted them reads them.
+    """
+    pb.attempt.request_id, pb.attempt.attempt_number = attempt
+    pb.worker.worker_id, pb.worker.epoch = worker
+    asked = pb.turn
+    asked.session_id = turn.session_id
+    asked.turn_index = turn.turn_index
+    asked.input_tokens = turn.input_tokens
+    asked.output_reserve_tokens = turn.output_reserve_tokens
+    if turn.confirmed is None:  # of an estimate only lengths travel
+        asked.block_hashes = pack_hashes(turn.chain)
+    asked.known_session = turn.known_session
+    asked.new_tokens = turn.new_tokens
+    if offer is not None:
+        pb.offer.backlog_s = offer.backlog_s
+        pb.offer.prefill_tokens_per_s = offer.prefill_tokens_per_s
+        pb.offer.transfer_tokens_per_s = offer.transfer_tokens_per_s
+        pb.offer.matched_tokens = offer.matched_tokens
+    if deadline_ms:
+        pb.deadline_ms = deadline_ms
+    if traceparent:
+        pb.traceparent = traceparent
 
 
 def admit_request_to_core(pb: admission_pb2.AdmitRequest, block_tokens: int) -> tuple[Attempt, WorkerRef, Turn, PrefillOffer | None]:
@@ -162,19 +170,23 @@ def admit_request_to_core(pb: admission_pb2.AdmitRequest, block_tokens: int) -> 
 
 def facts_to_pb(facts: Facts) -> types_pb2.Facts:
     """Facts, the part that travels."""
-    return types_pb2.Facts(
-        capacity_tokens=facts.capacity_tokens,
-        held_tokens=facts.held_tokens,
-        reserved_tokens=facts.reserved_tokens,
-        evictable_tokens=facts.evictable_tokens,
-        matched_tokens=facts.matched_tokens,
-        host_matched_tokens=facts.host_matched_tokens,
-        load_back_s=facts.load_back_s,
-        prefill_backlog_s=facts.prefill_backlog_s,
-        running=facts.running,
-        pending_transfers=facts.pending_transfers,
-        queued_tokens=facts.queued_tokens,
-    )
+    pb = types_pb2.Facts()
+    _facts_into(pb, facts)
+    return pb
+
+
+def _facts_into(pb: types_pb2.Facts, facts: Facts) -> None:
+    pb.capacity_tokens = facts.capacity_tokens
+    pb.held_tokens = facts.held_tokens
+    pb.reserved_tokens = facts.reserved_tokens
+    pb.evictable_tokens = facts.evictable_tokens
+    pb.matched_tokens = facts.matched_tokens
+    pb.host_matched_tokens = facts.host_matched_tokens
+    pb.load_back_s = facts.load_back_s
+    pb.prefill_backlog_s = facts.prefill_backlog_s
+    pb.running = facts.running
+    pb.pending_transfers = facts.pending_transfers
+    pb.queued_tokens = facts.queued_tokens
 
 
 def facts_from_pb(pb: types_pb2.Facts, field: str = "facts") -> Facts:
@@ -207,21 +219,32 @@ def outcome_to_pb(outcome: Outcome, attempt: Attempt, worker: WorkerRef, facts: 
         worker: who answers.
         facts: what the answer was based on; None when the worker was not asked (stale epoch).
     """
-    pb = admission_pb2.AdmitResponse(attempt=attempt_to_pb(attempt), worker=ref_to_pb(worker))
-    if facts is not None:
-        pb.facts.CopyFrom(facts_to_pb(facts))
-    if isinstance(outcome, Admission):
-        pb.admission.mode = MODE_TO_PB[outcome.mode]
-        pb.admission.executor = EXECUTOR_TO_PB[outcome.executor]
-        pb.admission.ticket = outcome.ticket
-        pb.admission.ttl_s = outcome.ttl_s
-        pb.admission.append_tokens = outcome.append_tokens
-        pb.admission.need_tokens = outcome.need_tokens
-    else:
-        pb.rejection.reason = REASON_TO_PB[outcome.reason]
-        pb.rejection.retry_after_s = outcome.retry_after_s
-        pb.rejection.terminal = outcome.terminal
+    pb = admission_pb2.AdmitResponse()
+    outcome_into(pb, outcome, attempt, worker, facts)
     return pb
+
+
+def outcome_into(
+    pb: admission_pb2.AdmitResponse, outcome: Outcome, attempt: Attempt, worker: WorkerRef, facts: Facts | None = None
+) -> None:
+    """As `outcome_to_pb`, into an empty message that is part of another: a message that is handed over is copied, field by field."""
+    pb.attempt.request_id, pb.attempt.attempt_number = attempt
+    pb.worker.worker_id, pb.worker.epoch = worker
+    if facts is not None:
+        _facts_into(pb.facts, facts)
+    if isinstance(outcome, Admission):
+        yes = pb.admission
+        yes.mode = MODE_TO_PB[outcome.mode]
+        yes.executor = EXECUTOR_TO_PB[outcome.executor]
+        yes.ticket = outcome.ticket
+        yes.ttl_s = outcome.ttl_s
+        yes.append_tokens = outcome.append_tokens
+        yes.need_tokens = outcome.need_tokens
+    else:
+        no = pb.rejection
+        no.reason = REASON_TO_PB[outcome.reason]
+        no.retry_after_s = outcome.retry_after_s
+        no.terminal = outcome.terminal
 
 
 def outcome_from_pb(pb: admission_pb2.AdmitResponse) -> Outcome:

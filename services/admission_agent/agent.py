@@ -4,57 +4,121 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from kvc.core.types import Reason, Rejection
-from kvc.engine.convert import admit_to_link
+from kvc.core.types import Reason
 from kvc.engine.link import ListSessions, Load, Release
-from kvc.errors import Exhausted, Precondition
-from kvc.runtime.telemetry import traceparent
+from kvc.errors import Exhausted, KvcError, Precondition
 from services.admission_agent.life import ADMIT
-from services.admission_agent.replies import load_of, outcome_of, released_of, sessions_of
+from services.admission_agent.replies import load_of, released_of, sessions_of
+from services.admission_agent.translation import Answer, checked
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-    from kvc.core.types import Attempt, Facts, Outcome, PrefillOffer, Turn, WorkerInfo, WorkerRef
+    from kvc.core.types import WorkerInfo, WorkerRef
+    from kvc.engine.link import ReplyBody
     from kvc.v1 import admission_pb2, types_pb2
     from services.admission_agent.connection import EngineConnection
     from services.admission_agent.life import Life
+    from services.admission_agent.ports import Pending
+    from services.admission_agent.translation import Ask
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """One Admit. `timeout_s` is the longest wait for the engine, seconds; `traceparent` the caller's trace context or empty."""
-
-    attempt: Attempt
-    worker: WorkerRef
-    turn: Turn
-    offer: PrefillOffer | None
-    timeout_s: float
-    traceparent: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Who answered what; `facts` is None when the engine was not asked."""
-
-    worker: WorkerRef
-    outcome: Outcome
-    facts: Facts | None = None
+Result = TypeVar("Result")
 
 
 class Admitter(Protocol):
     """Something that answers Admit."""
 
-    async def admit(self, ask: Ask) -> Answer:
-        """Decides on one turn.
+    def ask(self, ask: Ask, answered: Callable[[Answer | KvcError], None]) -> Pending | None:
+        """Asks for a decision on one turn, without a task.
 
-        Raises:
-            KvcError: no decision could be had.
+        Args:
+            ask: the question.
+            answered: called exactly once, possibly before this returns; with a KvcError when no decision could be had.
+
+        Returns:
+            The question, to cancel it; None when it is answered already.
         """
         ...
+
+
+async def answer_of(ask: Callable[[Callable[[Result | KvcError], None]], Pending | None]) -> Result:
+    """Asks and waits.
+
+    Args:
+        ask: asks; is given what takes the answer.
+
+    Raises:
+        KvcError: that was the answer.
+    """
+    future: asyncio.Future[Result | KvcError] = asyncio.get_running_loop().create_future()
+    pending = ask(lambda result: None if future.done() else future.set_result(result))
+    try:
+        result = await future
+    finally:
+        if pending is not None:
+            pending.cancel()
+    if isinstance(result, KvcError):
+        raise result
+    return result
+
+
+class _Call(Generic[Result]):
+    """Something that the engine is asked: one of the calls in flight until it is over (F5, F58)."""
+
+    __slots__ = ("_agent", "_answered", "_over", "pending", "ref")
+
+    def __init__(self, agent: AdmissionAgent, ref: WorkerRef, answered: Callable[[Result | KvcError], None]) -> None:
+        self._agent = agent
+        self._answered = answered
+        self._over = False
+        self.ref = ref
+        self.pending: Pending | None = None
+
+    def replied(self, reply: ReplyBody | KvcError) -> None:
+        """The engine said something, or nothing in time."""
+        if self._over:
+            return
+        self._over = True
+        self._agent.leave()
+        if isinstance(reply, KvcError):
+            self._answered(reply)
+            return
+        try:
+            result = self._read(reply)
+        except KvcError as error:
+            self._answered(error)
+            return
+        self._answered(result)
+
+    def _read(self, reply: ReplyBody) -> Result:
+        raise NotImplementedError
+
+    def cancel(self) -> None:
+        """Nobody waits any more."""
+        if self._over:
+            return
+        self._over = True
+        self._agent.leave()
+        if self.pending is not None:
+            self.pending.cancel()
+
+
+class _Admission(_Call[Answer]):
+    __slots__ = ()
+
+    def _read(self, reply: ReplyBody) -> Answer:
+        return Answer(self.ref, checked(reply))
+
+
+class _Release(_Call[bool]):
+    __slots__ = ()
+
+    def _read(self, reply: ReplyBody) -> bool:
+        return released_of(reply)
 
 
 class AdmissionAgent:
@@ -96,45 +160,50 @@ class AdmissionAgent:
         """
         return self._connection.require()
 
-    async def admit(self, ask: Ask) -> Answer:
+    def ask(self, ask: Ask, answered: Callable[[Answer | KvcError], None]) -> Pending | None:
         """Algorithm 2 for one turn, in the engine. A turn for another life or identity is refused as stale (F60, R18).
 
-        Raises:
-            Unavailable: the engine is away.
-            Precondition: the engine does not admit.
-            Exhausted: too many calls wait already.
-            DeadlineExceeded: no answer in time; if the engine admits later, the ticket expires unused.
-            KvcError: the engine could not answer.
+        The error is Unavailable when the engine is away, Precondition when it does not admit, Exhausted when too many calls wait already,
+        DeadlineExceeded when there is no answer in time (if the engine admits later, the ticket expires unused), or the engine's own.
         """
-        life = self.life()
-        if not _same_life(ask.worker, life.ref):
-            return Answer(life.ref, Rejection(Reason.STALE_EPOCH))
-        if self._draining:
-            return Answer(life.ref, Rejection(Reason.DRAINING))
-        if not life.offers(ADMIT):
-            raise Precondition(f"worker {life.ref.worker_id} does not admit turns", reason="ENGINE_CAPABILITY_MISSING")
-        message = admit_to_link(ask.attempt, ask.turn, ask.offer, traceparent() or ask.traceparent)
-        with self._slot():
-            outcome, facts = outcome_of(await life.link.call(message, ask.timeout_s))
-        return Answer(life.ref, outcome, facts)
+        try:
+            life = self.life()
+            if not _same_life(ask.worker, life.ref):
+                answered(Answer(life.ref, Reason.STALE_EPOCH))
+                return None
+            if self._draining:
+                answered(Answer(life.ref, Reason.DRAINING))
+                return None
+            if not life.offers(ADMIT):
+                raise Precondition(f"worker {life.ref.worker_id} does not admit turns", reason="ENGINE_CAPABILITY_MISSING")
+            self._enter()
+        except KvcError as error:
+            answered(error)
+            return None
+        call = _Admission(self, life.ref, answered)
+        call.pending = life.link.ask(ask.message, call.replied, ask.timeout_s)
+        return None if call.pending is None else call
 
-    async def release(self, worker: WorkerRef, ticket: str, timeout_s: float) -> bool:
-        """Gives a ticket back; True when it was open. The ticket of another life is void already.
-
-        Raises:
-            KvcError: as for `admit`.
-        """
-        life = self.life()
-        if not _same_life(worker, life.ref):
-            return False
-        with self._slot():
-            return released_of(await life.link.call(Release(ticket), timeout_s))
+    def release(self, worker: WorkerRef, ticket: str, answered: Callable[[bool | KvcError], None], timeout_s: float) -> Pending | None:
+        """Gives a ticket back; True when it was open. The ticket of another life is void already. Otherwise as `ask`."""
+        try:
+            life = self.life()
+            if not _same_life(worker, life.ref):
+                answered(False)  # noqa: FBT003 - the answer
+                return None
+            self._enter()
+        except KvcError as error:
+            answered(error)
+            return None
+        call = _Release(self, life.ref, answered)
+        call.pending = life.link.ask(Release(ticket), call.replied, timeout_s)
+        return None if call.pending is None else call
 
     async def session(self, session_id: str, timeout_s: float) -> tuple[WorkerRef, admission_pb2.SessionResidency | None]:
         """One session, compared exactly (F66); None when the engine does not know it.
 
         Raises:
-            KvcError: as for `admit`.
+            KvcError: as for `ask`.
         """
         life = self.life()
         with self._slot():
@@ -145,7 +214,7 @@ class AdmissionAgent:
         """The most recently used `limit` sessions and how many there are.
 
         Raises:
-            KvcError: as for `admit`.
+            KvcError: as for `ask`.
         """
         life = self.life()
         with self._slot():
@@ -156,7 +225,7 @@ class AdmissionAgent:
         """What the worker is, and how busy at this moment.
 
         Raises:
-            KvcError: as for `admit`.
+            KvcError: as for `ask`.
         """
         life = self.life()
         with self._slot():
@@ -176,9 +245,8 @@ class AdmissionAgent:
             return False
         return True
 
-    @contextlib.contextmanager
-    def _slot(self) -> Iterator[None]:
-        """One call in flight, given back whatever happens to it (F5, F58).
+    def _enter(self) -> None:
+        """One call more is in flight. Mutates.
 
         Raises:
             Exhausted: there are too many.
@@ -187,12 +255,25 @@ class AdmissionAgent:
             raise Exhausted(f"{self._inflight} calls wait for the engine", reason="AGENT_OVERLOADED", retry_after_s=0.05)
         self._inflight += 1
         self._idle.clear()
+
+    def leave(self) -> None:
+        """One call less is in flight. Mutates."""
+        self._inflight -= 1
+        if self._inflight == 0:
+            self._idle.set()
+
+    @contextlib.contextmanager
+    def _slot(self) -> Iterator[None]:
+        """One call in flight, given back whatever happens to it (F5, F58).
+
+        Raises:
+            Exhausted: there are too many.
+        """
+        self._enter()
         try:
             yield
         finally:
-            self._inflight -= 1
-            if self._inflight == 0:
-                self._idle.set()
+            self.leave()
 
 
 def _same_life(asked: WorkerRef, current: WorkerRef) -> bool:

@@ -56,7 +56,12 @@ class ResidencyConfig:
     """How resident blocks are reported to routers."""
 
     block_tokens: int = setting(24, help="routing block, equal in the whole mesh", minimum=1, maximum=4096)
-    load_interval_s: float = setting(0.5, help="time between two load reports", minimum=0.01, maximum=1.0)
+    load_interval_s: float = setting(
+        0.5,
+        help="pace at which the engine is asked for its load; a change is reported at once, no change every second",
+        minimum=0.01,
+        maximum=1.0,
+    )
     coalesce_s: float = setting(0.01, help="changes within this time travel as one delta; 0: as they come", minimum=0.0, maximum=1.0)
     part_bytes: int = setting(524_288, help="most block hash bytes in one message", minimum=8, maximum=1_040_000)
     buffer_bytes: int = setting(

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 ENGINE_AWAY = "ENGINE_AWAY"
 MAX_STRIKES = 3
+SILENCE_S = 1.0
 
 
 class EngineConnection:
@@ -162,10 +163,18 @@ class EngineConnection:
             ) from None
 
     async def _poll(self, life: Life) -> None:
-        """Reports load at the configured pace. An engine that does not answer is away."""
+        """Asks for the load at the configured pace, and reports it when it has changed or a second would pass in silence.
+
+        An engine that does not answer is away.
+        """
+        loop, interval_s = asyncio.get_running_loop(), self._config.residency.load_interval_s
+        reported, reported_s = None, 0.0
         while True:
-            self._residency.report(load_of(await life.link.call(Load(), self._config.engine.call_timeout_s)))
-            await asyncio.sleep(self._config.residency.load_interval_s)
+            load = load_of(await life.link.call(Load(), self._config.engine.call_timeout_s))
+            if load != reported or loop.time() - reported_s + interval_s > SILENCE_S:
+                self._residency.report(load)
+                reported, reported_s = load, loop.time()
+            await asyncio.sleep(interval_s)
 
     async def _flush(self) -> None:
         """Sends changes on, those of `coalesce_s` together."""

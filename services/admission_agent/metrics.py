@@ -6,24 +6,24 @@ import re
 import time
 from typing import TYPE_CHECKING
 
-from prometheus_client import Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvc.core.types import Mode, Reason
-from kvc.runtime.metrics import bound
+from kvc.runtime.metrics import Count, CountCollector, LatencyCollector
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterable, Iterator
+    from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 
     from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric
 
     from kvc.engine.link import EventBody, ReplyBody, RequestBody, Welcome
+    from kvc.errors import KvcError
     from kvc.v1 import types_pb2
     from services.admission_agent.agent import AdmissionAgent
     from services.admission_agent.connection import EngineConnection
-    from services.admission_agent.ports import EngineConnector, EngineLink
+    from services.admission_agent.ports import EngineConnector, EngineLink, Pending
     from services.admission_agent.residency import Residency
 
 # Admit takes about a millisecond: finer than the mesh's common buckets at that end.
@@ -52,19 +52,19 @@ class AdmitMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         """Registers them."""
-        admits = Counter("kvc_agent_admits", "Admit answers, by outcome and by mode or reason", ["outcome", "reason"], registry=registry)
-        self._admits = admits
-        self.admitted = bound(admits, [mode.value for mode in Mode if mode is not Mode.FALLBACK], "admitted")
-        self.refused = bound(admits, [reason.value for reason in Reason], "refused")
-        self.seconds = Histogram("kvc_agent_admit_seconds", "From receipt of an Admit to its answer", buckets=BUCKETS_S, registry=registry)
-        calls = Histogram(
-            "kvc_agent_link_call_seconds", "Round trip to the engine, by call", ["call"], buckets=BUCKETS_S, registry=registry
-        )
-        self.calls = bound(calls, CALLS)
+        rows = [("admitted", mode.value) for mode in Mode if mode is not Mode.FALLBACK] + [("refused", reason.value) for reason in Reason]
+        text = "Admit answers, by outcome and by mode or reason"
+        self._admits = CountCollector("kvc_agent_admits", text, registry, ("outcome", "reason"), rows).children
+        self.admitted = {mode: count for (outcome, mode), count in self._admits.items() if outcome == "admitted"}
+        self.refused = {reason: count for (outcome, reason), count in self._admits.items() if outcome == "refused"}
+        text = "From receipt of an Admit to its answer"
+        self.seconds = LatencyCollector("kvc_agent_admit_seconds", text, registry, buckets_s=BUCKETS_S).children[""]
+        text = "Round trip to the engine, by call"
+        self.calls = LatencyCollector("kvc_agent_link_call_seconds", text, registry, "call", CALLS, BUCKETS_S).children
 
     def failed(self, reason: str) -> None:
         """Counts an Admit without a decision."""
-        self._admits.labels("error", reason).inc()
+        self._admits.setdefault(("error", reason), Count()).inc()
 
 
 class MeteredLink:
@@ -79,6 +79,16 @@ class MeteredLink:
     def welcome(self) -> Welcome:
         """As the wrapped link."""
         return self._link.welcome
+
+    def ask(self, body: RequestBody, answered: Callable[[ReplyBody | KvcError], None], timeout_s: float) -> Pending | None:
+        """As the wrapped link; times what was answered or refused, and what was waited for in vain."""
+        call, started_s = self._calls[type(body).__name__], time.perf_counter()
+
+        def timed(reply: ReplyBody | KvcError) -> None:
+            call.observe(time.perf_counter() - started_s)
+            answered(reply)
+
+        return self._link.ask(body, timed, timeout_s)
 
     async def call(self, body: RequestBody, timeout_s: float) -> ReplyBody:
         """As the wrapped link; times what was answered or refused, and what was waited for in vain."""

@@ -5,9 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Callable
 
     from kvc.engine.link import EventBody, ReplyBody, RequestBody, Welcome
+    from kvc.errors import KvcError
+
+
+class Pending(Protocol):
+    """A question on its way."""
+
+    def cancel(self) -> object:
+        """Nobody waits any more: the answer is dropped when it comes. Nothing happens once there is one."""
+        ...
 
 
 class EngineLink(Protocol):
@@ -18,8 +27,21 @@ class EngineLink(Protocol):
         """What the engine said it is."""
         ...
 
+    def ask(self, body: RequestBody, answered: Callable[[ReplyBody | KvcError], None], timeout_s: float) -> Pending | None:
+        """Asks the engine without a task. Several questions may be in flight; answers come in any order.
+
+        Args:
+            body: the question.
+            answered: called exactly once, possibly before this returns, with the reply or with the error that `call` would raise.
+            timeout_s: longest wait, seconds.
+
+        Returns:
+            The question; None when it is answered already.
+        """
+        ...
+
     async def call(self, body: RequestBody, timeout_s: float) -> ReplyBody:
-        """Asks the engine. Several calls may be in flight; answers come in any order.
+        """As `ask`, and waits.
 
         Args:
             body: the question.

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import logging
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvc import checks
+from kvc.core.types import WorkerRef
 from kvc.runtime.logs import event
 from kvc.v1 import admission_pb2, admission_pb2_grpc
-from kvc.wire import admit_request_to_core, attempt_from_pb, outcome_to_pb, ref_from_pb, ref_to_pb, worker_info_to_pb
-from services.admission_agent.agent import Ask
+from kvc.wire import attempt_from_pb, ref_from_pb, ref_to_pb, worker_info_to_pb
+from services.admission_agent.agent import answer_of
 from services.admission_agent.deadlines import child_timeout_s
 from services.admission_agent.stream import AdmitStream
+from services.admission_agent.translation import Ask, admit_from_pb, answer_into
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     import grpc.aio
 
+    from kvc.errors import KvcError
     from services.admission_agent.agent import AdmissionAgent, Admitter
     from services.admission_agent.config import AgentConfig
+    from services.admission_agent.ports import Pending
     from services.admission_agent.residency import Residency
+    from services.admission_agent.translation import Answer
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -49,6 +55,9 @@ class AdmissionServicer(admission_pb2_grpc.AdmissionServiceServicer):
         self._admitter = admitter
         self._residency = residency
         self._config = config
+        self._block_tokens = config.residency.block_tokens
+        self._timeout_admit_s = config.admit.timeout_s
+        self._margin_s = config.admit.margin_s
         self._streams: set[AdmitStream] = set()
 
     def close_streams(self) -> None:
@@ -58,14 +67,17 @@ class AdmissionServicer(admission_pb2_grpc.AdmissionServiceServicer):
 
     async def Admit(self, request: admission_pb2.AdmitRequest, context: Context) -> admission_pb2.AdmitResponse:
         """One turn."""
-        return await self._admit(request, context.time_remaining(), request.traceparent or _traceparent(context))
+        ask = self._ask(request, context.time_remaining(), request.traceparent or _traceparent(context))
+        response = admission_pb2.AdmitResponse()
+        answer_into(response, request.attempt, await answer_of(partial(self._admitter.ask, ask)))
+        return response
 
     async def AdmitStream(
         self, request_iterator: AsyncIterator[admission_pb2.AdmitStreamRequest], context: Context
     ) -> AsyncIterator[admission_pb2.AdmitStreamResponse]:
         """Many turns; the deadline of each is its own, and none waits for another."""
         event(logger, "admit_stream", level=logging.DEBUG, peer=context.peer())
-        stream = AdmitStream(lambda one: self._admit(one, None, one.traceparent), self._release, self._config.admit.max_inflight)
+        stream = AdmitStream(self._admit, self._release, self._config.admit.max_inflight)
         if self._agent.draining:
             stream.close()
         self._streams.add(stream)
@@ -78,7 +90,9 @@ class AdmissionServicer(admission_pb2_grpc.AdmissionServiceServicer):
 
     async def Release(self, request: admission_pb2.ReleaseRequest, context: Context) -> admission_pb2.ReleaseResponse:
         """One ticket."""
-        return await self._release(request, context.time_remaining())
+        return admission_pb2.ReleaseResponse(
+            released=await answer_of(partial(self._release, request, remaining_s=context.time_remaining()))
+        )
 
     async def GetSessionStatus(
         self, request: admission_pb2.AdmissionServiceGetSessionStatusRequest, context: Context
@@ -117,21 +131,36 @@ class AdmissionServicer(admission_pb2_grpc.AdmissionServiceServicer):
         info, load = await self._agent.worker(self._timeout_s(context.time_remaining()))
         return admission_pb2.GetWorkerResponse(info=worker_info_to_pb(info), load=load)
 
-    async def _admit(self, request: admission_pb2.AdmitRequest, remaining_s: float | None, traceparent: str) -> admission_pb2.AdmitResponse:
-        attempt, worker, turn, offer = admit_request_to_core(request, self._config.residency.block_tokens)
-        admit = self._config.admit
-        timeout_s = child_timeout_s(admit.timeout_s, remaining_s, admit.margin_s)
-        if request.deadline_ms:
-            timeout_s = child_timeout_s(timeout_s, request.deadline_ms / 1000, admit.margin_s)
-        answer = await self._admitter.admit(Ask(attempt, worker, turn, offer, timeout_s, traceparent))
-        return outcome_to_pb(answer.outcome, attempt, answer.worker, answer.facts)
+    def _admit(self, request: admission_pb2.AdmitRequest, answered: Callable[[Answer | KvcError], None]) -> Pending | None:
+        """One element of a stream.
 
-    async def _release(self, request: admission_pb2.ReleaseRequest, remaining_s: float | None = None) -> admission_pb2.ReleaseResponse:
+        Raises:
+            KvcError: the request is wrong, or its time is over.
+        """
+        return self._admitter.ask(self._ask(request, None, request.traceparent), answered)
+
+    def _ask(self, request: admission_pb2.AdmitRequest, remaining_s: float | None, traceparent: str) -> Ask:
+        message = admit_from_pb(request, self._block_tokens, traceparent)
+        deadline_ms = request.deadline_ms
+        if deadline_ms and (remaining_s is None or remaining_s > deadline_ms / 1000):
+            remaining_s = deadline_ms / 1000
+        timeout_s = child_timeout_s(self._timeout_admit_s, remaining_s, self._margin_s)
+        worker = request.worker
+        return Ask(WorkerRef(worker.worker_id, worker.epoch), message, timeout_s)
+
+    def _release(
+        self, request: admission_pb2.ReleaseRequest, answered: Callable[[bool | KvcError], None], *, remaining_s: float | None = None
+    ) -> Pending | None:
+        """One ticket.
+
+        Raises:
+            KvcError: the request is wrong, or its time is over.
+        """
         if request.HasField("attempt"):
             attempt_from_pb(request.attempt)
         worker = ref_from_pb(request.worker)
         ticket = checks.identifier(request.ticket, "ticket")
-        return admission_pb2.ReleaseResponse(released=await self._agent.release(worker, ticket, self._timeout_s(remaining_s)))
+        return self._agent.release(worker, ticket, answered, self._timeout_s(remaining_s))
 
     def _timeout_s(self, remaining_s: float | None) -> float:
         return child_timeout_s(self._config.engine.call_timeout_s, remaining_s, self._config.admit.margin_s)

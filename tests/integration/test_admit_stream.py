@@ -6,6 +6,7 @@ import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+import grpc.aio
 import pytest
 
 from kvc import wire
@@ -13,7 +14,7 @@ from kvc.core.dispatch import Admitted, Ask, Refused, Unreachable
 from kvc.core.types import Admission, Attempt, Executor, Facts, Mode, Reason, Rejection, WorkerRef
 from kvc.errors import InvalidField
 from kvc.v1 import admission_pb2
-from services.router.adapters.admit_stream import StreamAdmission
+from services.router.adapters.admit_stream import HOLD_S, StreamAdmission
 from services.router.adapters.agents import Agents
 from services.router.config import AgentsConfig
 from tests.support.builders import run, turn, worker
@@ -119,14 +120,14 @@ class Rig:
 
 
 @asynccontextmanager
-async def asking(*them: FakeAgent, timeout_s: float = TIMEOUT_S) -> AsyncIterator[Rig]:
+async def asking(*them: FakeAgent, timeout_s: float = TIMEOUT_S, hold_s: float = HOLD_S) -> AsyncIterator[Rig]:
     targets = tuple(one.target for one in them)
     async with AsyncExitStack() as stack:
         agents = await stack.enter_async_context(Agents(AgentsConfig()))
         for one in them:
             agents.follow(one.info, one.target)
         fallback = Fallback()
-        admission = StreamAdmission(agents, fallback, timeout_s)
+        admission = StreamAdmission(agents, fallback, timeout_s, hold_s)
         group = await stack.enter_async_context(asyncio.TaskGroup())
         task = group.create_task(admission.run(targets))
         stack.callback(task.cancel)
@@ -151,6 +152,90 @@ async def test_what_is_asked_in_one_turn_of_the_loop_travels_in_one_message() ->
                 assert answer.facts.held_tokens == 7
                 assert 0 < answer.elapsed_s < TIMEOUT_S
             assert rig.fallback.asked == []
+
+
+async def test_what_is_asked_while_a_batch_is_unanswered_waits_for_its_answer_and_travels_together() -> None:
+    """A message costs both ends more than what is in it: the agent would not answer sooner if it were asked again."""
+    async with agent() as one:
+        talk = Talk(one)
+        async with asking(one, hold_s=30.0) as rig:
+            rig.ask(question(0))
+            await until(lambda: len(talk.batches) == 1)
+            for number in range(1, 6):
+                rig.ask(question(number))
+                await asyncio.sleep(0)
+            talk.answer((question(0).attempt, yes()))
+            await rig.answered("r0")
+            await until(lambda: len(talk.batches) == 2)
+            assert [len(batch.admits) for batch in talk.batches] == [1, 5]
+            talk.answer(*((question(number).attempt, yes()) for number in range(1, 6)))
+            for number in range(1, 6):
+                assert isinstance(await rig.answered(f"r{number}"), Admitted)
+            rig.ask(question(6))
+            await until(lambda: len(talk.batches) == 3)
+
+
+async def test_an_engine_that_takes_its_time_holds_questions_back_for_no_longer_than_the_hold() -> None:
+    async with agent() as one:
+        talk = Talk(one)
+        async with asking(one, hold_s=0.01) as rig:
+            for number in range(3):
+                rig.ask(question(number))
+                await until(lambda: len(talk.admits()) == number + 1)  # noqa: B023 - awaited within the loop
+            assert len(talk.batches) == 3
+            assert rig.answers == {"r0": [], "r1": [], "r2": []}
+
+
+async def test_what_is_asked_on_account_of_an_answer_leaves_with_what_has_waited() -> None:
+    async with agent() as one:
+        talk = Talk(one)
+        async with asking(one, hold_s=30.0) as rig:
+            rig.admission.ask(question(0), lambda _: rig.ask(question(1)))
+            await until(lambda: len(talk.batches) == 1)
+            rig.ask(question(2))
+            talk.answer((question(0).attempt, yes()))
+            await until(lambda: len(talk.batches) == 2)
+            assert {admit.attempt.request_id for admit in talk.batches[1].admits} == {"r1", "r2"}
+
+
+async def test_long_prompts_are_split_into_messages_that_an_agent_takes() -> None:
+    """F78: what many sessions with long prompts ask in one turn of the loop is more than one message may hold."""
+    blocks = 100_000
+    long = turn("s", run("a", blocks), output_reserve_tokens=8)
+    async with agent() as one:
+        talk = Talk(one)
+        async with asking(one) as rig:
+            for number in range(30):
+                rig.ask(Ask(WorkerRef("d0", 1), Attempt(f"r{number}", 0), long, None))
+            await until(lambda: len(talk.admits()) == 30)
+            assert len(talk.batches) > 1
+            assert all(len(admit.turn.block_hashes) == 8 * blocks for admit in talk.admits())
+            assert rig.fallback.asked == []
+            assert rig.admission.is_up(one.target)
+
+
+async def test_an_agent_that_was_not_there_yet_gets_every_question_once_it_is() -> None:
+    """A stream that failed to open leaves nothing behind that would take the questions of the next one."""
+    one = FakeAgent()
+    await one.start()
+    target = one.target
+    await one.stop()
+    async with AsyncExitStack() as stack:
+        agents = await stack.enter_async_context(Agents(AgentsConfig()))
+        agents.follow(one.info, target)
+        rig = Rig(StreamAdmission(agents, Fallback(), TIMEOUT_S), Fallback())
+        group = await stack.enter_async_context(asyncio.TaskGroup())
+        stack.callback(group.create_task(rig.admission.run((target,))).cancel)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await agents.stub(target).GetWorker(admission_pb2.GetWorkerRequest(), timeout=TIMEOUT_S)
+        talk = Talk(one)
+        stack.push_async_callback(one.stop)
+        await one.start()
+        await until(lambda: rig.admission.is_up(target))
+        rig.ask(question())
+        await until(lambda: len(talk.admits()) == 1)
+        talk.answer((question().attempt, yes()))
+        assert isinstance(await rig.answered("r0"), Admitted)
 
 
 @pytest.mark.parametrize("facts", [FACTS, None])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvc.core.blocks import chain_seed, hash_chain, pack_tokens
 from kvc.engine import link
-from kvc.errors import DeadlineExceeded, Unavailable, error_for
+from kvc.errors import DeadlineExceeded, KvcError, Unavailable, error_for
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -108,6 +108,15 @@ class FakeLink:
         self.queue: asyncio.Queue[link.Snapshot | link.Delta | Exception] = asyncio.Queue()
         self.lost = asyncio.Event()
         self.subscribed = False
+
+    def ask(self, body: link.RequestBody, answered: Callable[[link.ReplyBody | KvcError], None], timeout_s: float) -> asyncio.Task[None]:
+        async def asking() -> None:
+            try:
+                answered(await self.call(body, timeout_s))
+            except KvcError as error:
+                answered(error)
+
+        return asyncio.ensure_future(asking())
 
     async def call(self, body: link.RequestBody, timeout_s: float) -> link.ReplyBody:
         if self.lost.is_set():

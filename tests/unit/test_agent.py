@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import random
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from kvc.core.types import Admission, Attempt, Executor, Mode, PrefillOffer, Reason, Rejection, WorkerRef
 from kvc.engine import link
+from kvc.engine.convert import admit_to_link, outcome_from_link
 from kvc.errors import DeadlineExceeded, Exhausted, Internal, KvcError, Precondition, Unavailable
-from services.admission_agent.agent import AdmissionAgent, Ask
+from services.admission_agent.agent import AdmissionAgent, answer_of
 from services.admission_agent.config import AgentConfig, EngineConfig
 from services.admission_agent.deadlines import child_timeout_s
 from services.admission_agent.life import Life, accept
+from services.admission_agent.translation import Ask
 from tests.support.builders import run, turn
 from tests.support.fake_engine import FakeEngine, FakeLink, facts, welcome
 from tests.support.waiting import until
@@ -22,6 +25,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from kvc.core.types import Facts, Outcome
     from services.admission_agent.connection import EngineConnection
 
 HERE = WorkerRef("d0", 1)
@@ -54,7 +58,17 @@ def config(**engine: Any) -> AgentConfig:
 
 def ask(worker: WorkerRef = HERE, timeout_s: float = 1.0, **fields: Any) -> Ask:
     values: dict[str, Any] = {"attempt": Attempt("r", 0), "turn": turn("s", run("p", 4)), "offer": None} | fields
-    return Ask(worker=worker, timeout_s=timeout_s, **values)
+    return Ask(worker, admit_to_link(**values), timeout_s)
+
+
+async def admit(agent: AdmissionAgent, asked: Ask) -> tuple[WorkerRef, Outcome, Facts | None]:
+    """Who answers, what, and what it is based on."""
+    worker, reply = await answer_of(partial(agent.ask, asked))
+    return (worker, Rejection(reply), None) if isinstance(reply, Reason) else (worker, *outcome_from_link(reply))
+
+
+async def release(agent: AdmissionAgent, worker: WorkerRef, ticket: str) -> bool:
+    return await answer_of(lambda answered: agent.release(worker, ticket, answered, 1.0))
 
 
 async def test_the_turn_reaches_the_engine_whole() -> None:
@@ -62,11 +76,11 @@ async def test_the_turn_reaches_the_engine_whole() -> None:
     agent = await agent_of(engine)
     one = turn("s", run("p", 4), turn_index=3, output_reserve_tokens=9, known_session=True, new_tokens=5)
     offer = PrefillOffer(0.5, 7000.0, 20000.0, 24)
-    answer = await agent.admit(ask(turn=one, offer=offer, attempt=Attempt("r7", 2), traceparent="00-aa-bb-01"))
-    assert answer.worker == HERE
-    assert answer.outcome == Admission(Mode.DIRECT, Executor.LOCAL, 7, 96, "r7-2", 5.0)
-    assert answer.facts is not None
-    assert answer.facts.matched_tokens == 24
+    worker, outcome, known = await admit(agent, ask(turn=one, offer=offer, attempt=Attempt("r7", 2), traceparent="00-aa-bb-01"))
+    assert worker == HERE
+    assert outcome == Admission(Mode.DIRECT, Executor.LOCAL, 7, 96, "r7-2", 5.0)
+    assert known is not None
+    assert known.matched_tokens == 24
     sent = engine.calls[-1]
     assert isinstance(sent, link.Admit)
     assert (sent.request_id, sent.attempt_number, sent.session_id, sent.turn_index) == ("r7", 2, "s", 3)
@@ -83,19 +97,19 @@ async def test_a_refusal_is_an_answer() -> None:
         return link.Refused("no-d-capacity", 0.05, terminal=False, facts=facts(held_tokens=99_000))
 
     engine.on_admit = refuse
-    answer = await (await agent_of(engine)).admit(ask())
-    assert answer.outcome == Rejection(Reason.NO_D_CAPACITY, 0.05)
-    assert answer.facts is not None
-    assert answer.facts.held_tokens == 99_000
+    _, outcome, known = await admit(await agent_of(engine), ask())
+    assert outcome == Rejection(Reason.NO_D_CAPACITY, 0.05)
+    assert known is not None
+    assert known.held_tokens == 99_000
 
 
 @pytest.mark.parametrize("epoch", [2, 7, 2**64 - 1])
 async def test_f40_a_turn_for_another_life_is_refused_as_stale(epoch: int) -> None:
     """F40: whoever still believes in an earlier life is told, as an answer, who lives now; the engine is not asked."""
     engine = FakeEngine()
-    answer = await (await agent_of(engine)).admit(ask(WorkerRef("d0", epoch)))
-    assert answer.outcome == Rejection(Reason.STALE_EPOCH)
-    assert answer.worker == HERE
+    worker, outcome, _ = await admit(await agent_of(engine), ask(WorkerRef("d0", epoch)))
+    assert outcome == Rejection(Reason.STALE_EPOCH)
+    assert worker == HERE
     assert not [call for call in engine.calls if isinstance(call, link.Admit)]
 
 
@@ -104,21 +118,21 @@ async def test_f60_an_address_reused_by_another_worker_refuses_by_identity() -> 
     engine = FakeEngine()
     agent = await agent_of(engine)
     for epoch in (0, 1):
-        answer = await agent.admit(ask(WorkerRef("d9", epoch)))
-        assert answer.outcome == Rejection(Reason.STALE_EPOCH)
-        assert answer.worker == HERE
-        assert await agent.release(WorkerRef("d9", epoch), "t", 1.0) is False
+        worker, outcome, _ = await admit(agent, ask(WorkerRef("d9", epoch)))
+        assert outcome == Rejection(Reason.STALE_EPOCH)
+        assert worker == HERE
+        assert await release(agent, WorkerRef("d9", epoch), "t") is False
     assert not engine.calls
 
 
 async def test_epoch_zero_means_whichever_lives_now() -> None:
     agent = await agent_of(FakeEngine())
-    assert isinstance((await agent.admit(ask(WorkerRef("d0", 0)))).outcome, Admission)
+    assert isinstance((await admit(agent, ask(WorkerRef("d0", 0))))[1], Admission)
 
 
 async def test_without_an_engine_there_is_no_decision() -> None:
     agent = AdmissionAgent(cast("EngineConnection", Connected(None)), 10)
-    for call in (agent.admit(ask()), agent.release(HERE, "t", 1.0), agent.session("s", 1.0), agent.sessions(1, 1.0), agent.worker(1.0)):
+    for call in (admit(agent, ask()), release(agent, HERE, "t"), agent.session("s", 1.0), agent.sessions(1, 1.0), agent.worker(1.0)):
         with pytest.raises(Unavailable) as caught:
             await call
         assert caught.value.reason == "ENGINE_AWAY"
@@ -128,7 +142,7 @@ async def test_without_an_engine_there_is_no_decision() -> None:
 async def test_a_prefill_worker_admits_nothing() -> None:
     agent = await agent_of(FakeEngine(role="prefill", capabilities=["prefill"]))
     with pytest.raises(Precondition) as caught:
-        await agent.admit(ask())
+        await admit(agent, ask())
     assert caught.value.reason == "ENGINE_CAPABILITY_MISSING"
 
 
@@ -136,9 +150,9 @@ async def test_a_draining_agent_refuses_turns_and_serves_the_rest() -> None:
     engine = FakeEngine()
     agent = await agent_of(engine)
     agent.drain()
-    assert (await agent.admit(ask())).outcome == Rejection(Reason.DRAINING)
-    assert (await agent.admit(ask(WorkerRef("d0", 9)))).outcome == Rejection(Reason.STALE_EPOCH)
-    assert await agent.release(HERE, "unknown", 1.0) is False
+    assert (await admit(agent, ask()))[1] == Rejection(Reason.DRAINING)
+    assert (await admit(agent, ask(WorkerRef("d0", 9))))[1] == Rejection(Reason.STALE_EPOCH)
+    assert await release(agent, HERE, "unknown") is False
     info, load = await agent.worker(1.0)
     assert info.draining
     assert load.facts.held_tokens == 20_000
@@ -155,16 +169,16 @@ async def test_calls_in_flight_are_bounded_and_waited_for() -> None:
 
     engine.on_admit = slow
     agent = await agent_of(engine, max_inflight=3)
-    waiting = [asyncio.ensure_future(agent.admit(ask(timeout_s=10.0))) for _ in range(3)]
+    waiting = [asyncio.ensure_future(admit(agent, ask(timeout_s=10.0))) for _ in range(3)]
     await until(lambda: agent.inflight == 3, 5.0, "3 in flight")
     with pytest.raises(Exhausted) as caught:
-        await agent.admit(ask())
+        await admit(agent, ask())
     assert (caught.value.reason, caught.value.retry_after_s) == ("AGENT_OVERLOADED", 0.05)
     agent.drain()
     assert await agent.wait_idle(0.01) is False
     gate.set()
     assert await agent.wait_idle(5.0) is True
-    assert all(isinstance(answer.outcome, Admission) for answer in await asyncio.gather(*waiting))
+    assert all(isinstance(outcome, Admission) for _, outcome, _ in await asyncio.gather(*waiting))
 
 
 async def test_f5_timeouts_leave_nothing_in_flight() -> None:
@@ -177,7 +191,7 @@ async def test_f5_timeouts_leave_nothing_in_flight() -> None:
 
     engine.on_admit = slow
     agent = await agent_of(engine)
-    answers = await asyncio.gather(*(agent.admit(ask(timeout_s=0.05)) for _ in range(400)), return_exceptions=True)
+    answers = await asyncio.gather(*(admit(agent, ask(timeout_s=0.05)) for _ in range(400)), return_exceptions=True)
     assert all(isinstance(answer, DeadlineExceeded) for answer in answers)
     assert (agent.inflight, engine.pending) == (0, 0)
 
@@ -195,7 +209,7 @@ async def test_f58_cancelled_calls_leave_nothing_in_flight() -> None:
     engine.on_admit = jittery
     agent = await agent_of(engine)
     for _ in range(100):
-        task = asyncio.ensure_future(agent.admit(ask()))
+        task = asyncio.ensure_future(admit(agent, ask()))
         for _ in range(rng.randrange(8)):
             await asyncio.sleep(0)
         task.cancel()
@@ -212,7 +226,7 @@ async def test_an_engine_that_goes_away_fails_what_it_was_asked() -> None:
 
     engine.on_admit = never
     agent = await agent_of(engine)
-    task = asyncio.ensure_future(agent.admit(ask(timeout_s=30.0)))
+    task = asyncio.ensure_future(admit(agent, ask(timeout_s=30.0)))
     await until(lambda: agent.inflight == 1, 5.0, "1 in flight")
     engine.die()
     with pytest.raises(Unavailable):
@@ -228,7 +242,7 @@ async def test_the_engines_failure_keeps_its_kind_and_field() -> None:
 
     engine.on_admit = fail
     with pytest.raises(KvcError) as caught:
-        await (await agent_of(engine)).admit(ask())
+        await admit(await agent_of(engine), ask())
     assert (caught.value.code, caught.value.field) == ("INVALID_ARGUMENT", "block_hashes")
 
 
@@ -254,7 +268,7 @@ async def test_f76_nonsense_from_the_engine_is_its_fault(reply: link.ReplyBody) 
     engine.on_admit = answer
     agent = await agent_of(engine)
     with pytest.raises(Internal) as caught:
-        await agent.admit(ask())
+        await admit(agent, ask())
     assert caught.value.reason == "ENGINE_PROTOCOL"
     assert agent.inflight == 0
 
@@ -276,11 +290,11 @@ async def test_f66_sessions_are_compared_exactly() -> None:
 async def test_release_gives_a_ticket_back_once() -> None:
     engine = FakeEngine()
     agent = await agent_of(engine)
-    outcome = (await agent.admit(ask())).outcome
+    outcome = (await admit(agent, ask()))[1]
     assert isinstance(outcome, Admission)
-    assert await agent.release(HERE, outcome.ticket, 1.0) is True
-    assert await agent.release(HERE, outcome.ticket, 1.0) is False
-    assert await agent.release(WorkerRef("d0", 7), outcome.ticket, 1.0) is False
+    assert await release(agent, HERE, outcome.ticket) is True
+    assert await release(agent, HERE, outcome.ticket) is False
+    assert await release(agent, WorkerRef("d0", 7), outcome.ticket) is False
 
 
 @pytest.mark.parametrize(

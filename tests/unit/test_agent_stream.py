@@ -10,53 +10,75 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 
+from kvc.core.types import WorkerRef
+from kvc.engine import link
 from kvc.errors import Exhausted, InvalidField, KvcError
 from kvc.v1 import admission_pb2, types_pb2
 from services.admission_agent.stream import MAX_BATCH, MAX_UNREAD, AdmitStream
+from services.admission_agent.translation import Answer
+from tests.support.fake_engine import facts
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Callable
 
 Request = admission_pb2.AdmitRequest
 Result = admission_pb2.AdmitStreamResult
 MAX_INFLIGHT = 100
+YES = Answer(WorkerRef("d0", 1), link.Admitted("direct", "local", "t", 5.0, 0, 1, facts()))
+ODD = Answer(WorkerRef("d0", 1), link.Admitted("direct", "local", "t", 5.0, -1, 1, facts()))
+
+
+class Slow:
+    """An element that waits until `set`."""
+
+    def __init__(self, client: Client, answered: Callable[[Answer | KvcError], None]) -> None:
+        self._client = client
+        self._answered = answered
+        self._over = False
+        client.running += 1
+
+    def set(self) -> None:
+        self.cancel()
+        self._answered(YES)
+
+    def cancel(self) -> None:
+        if not self._over:
+            self._over = True
+            self._client.running -= 1
 
 
 class Client:
     """The other side: batches it sends, results it has read."""
 
-    def __init__(self, admit: Callable[[Request], Awaitable[admission_pb2.AdmitResponse]] | None = None) -> None:
-        self.gates: dict[str, asyncio.Event] = {}
+    def __init__(self) -> None:
+        self.gates: dict[str, Slow] = {}
         self.running = 0
         self.released: list[str] = []
         self.batches: asyncio.Queue[admission_pb2.AdmitStreamRequest | None] = asyncio.Queue()
         self.taken = 0
         self.results: list[Result] = []
         self.responses = 0
-        self.stream = AdmitStream(admit or self.admit, self.release, MAX_INFLIGHT)
+        self.stream = AdmitStream(self.admit, self.release, MAX_INFLIGHT)
 
-    async def admit(self, request: Request) -> admission_pb2.AdmitResponse:
-        """Names choose the fate: "slow…" waits for its gate, "bad…", "full…" and "fault…" fail."""
+    def admit(self, request: Request, answered: Callable[[Answer | KvcError], None]) -> Slow | None:
+        """Names choose the fate: "slow…" waits for its gate, "bad…", "full…", "odd…" and "fault…" fail."""
         name = request.attempt.request_id
-        self.running += 1
-        try:
-            if name.startswith("slow"):
-                await self.gates.setdefault(name, asyncio.Event()).wait()
-            if name.startswith("bad"):
-                raise InvalidField("must be 1 to 256 bytes", field="turn.session_id")
-            if name.startswith("full"):
-                raise Exhausted("too many", reason="AGENT_OVERLOADED")
-            if name.startswith("fault"):
-                raise ZeroDivisionError
-            return admission_pb2.AdmitResponse(attempt=request.attempt)
-        finally:
-            self.running -= 1
+        if name.startswith("slow"):
+            self.gates[name] = Slow(self, answered)
+            return self.gates[name]
+        if name.startswith("bad"):
+            raise InvalidField("must be 1 to 256 bytes", field="turn.session_id")
+        if name.startswith("fault"):
+            raise ZeroDivisionError
+        answered(Exhausted("too many", reason="AGENT_OVERLOADED") if name.startswith("full") else ODD if name.startswith("odd") else YES)
+        return None
 
-    async def release(self, request: admission_pb2.ReleaseRequest) -> None:
+    def release(self, request: admission_pb2.ReleaseRequest, answered: Callable[[bool | KvcError], None]) -> None:
         if not request.ticket:
             raise InvalidField("is required", field="ticket")
         self.released.append(request.ticket)
+        answered(True)  # noqa: FBT003 - the answer
 
     def send(self, *names: str, releases: tuple[str, ...] = ()) -> None:
         self.batches.put_nowait(
@@ -107,19 +129,21 @@ async def test_answers_come_as_they_are_known_and_the_stream_ends_after_the_last
 async def test_f76_a_bad_element_is_answered_alone() -> None:
     """F76: one malformed element gets its own typed error that names the field; its neighbours get answers."""
     client = Client()
-    client.send("a", "bad-1", "full-1", "fault-1", "b")
+    client.send("a", "bad-1", "full-1", "fault-1", "odd-1", "b")
     client.half_close()
     await client.read()
     results = {result.attempt.request_id: result for result in client.results}
-    assert len(results) == 5
+    assert len(results) == 6
+    assert len(client.results) == 6
     assert results["a"].HasField("response")
     assert results["b"].HasField("response")
     bad, full, fault = (results[name].error for name in ("bad-1", "full-1", "fault-1"))
     assert (bad.code, bad.reason, bad.field) == (grpc.StatusCode.INVALID_ARGUMENT.value[0], "INVALID_FIELD", "admits[1].turn.session_id")
     assert (full.code, full.reason, full.field) == (grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], "AGENT_OVERLOADED", "")
-    assert fault.code == grpc.StatusCode.INTERNAL.value[0]
-    assert "ZeroDivision" not in fault.message
-    assert "incident" in fault.message
+    for one in (fault, results["odd-1"].error):
+        assert one.code == grpc.StatusCode.INTERNAL.value[0]
+        assert "ZeroDivision" not in one.message
+        assert "incident" in one.message
 
 
 async def test_a_slow_element_blocks_nobody() -> None:
@@ -202,7 +226,7 @@ async def test_a_client_that_does_not_read_is_not_read_from() -> None:
     responses = client.stream.serve(client._iterate())
     first = await anext(responses)
     count = len(first.results)
-    await until(lambda: not client.stream._tasks, 5.0, "elements done")
+    await until(lambda: not client.stream._open, 5.0, "elements done")
     assert client.taken == MAX_UNREAD // MAX_BATCH + 1
     async for response in responses:
         count += len(response.results)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench import admit, blocks, grpc_path, memory, route, timing, turn
+from bench import admit, admit_stream, blocks, grpc_path, memory, route, timing, turn
 from bench.__main__ import BENCHMARKS, main
 from bench.report import Row, as_json, machine, table
 from bench.world import Mesh, MeshSize
@@ -25,6 +25,9 @@ TINY_RUNS: dict[str, Callable[[], list[Row]]] = {
     "blocks": lambda: blocks.measure(blocks.Size(prompt_tokens=2_400, append_tokens=240, resident_blocks=100, calls=2, rounds=2)),
     "admit": lambda: admit.measure(admit.Size(prompt_tokens=2_400, append_tokens=240, capacity_tokens=9_600, calls=2, rounds=2)),
     "grpc": lambda: grpc_path.measure(grpc_path.Size(prefix_blocks=(0, 20), capacity_tokens=9_600, calls=3, rounds=2)),
+    "stream": lambda: admit_stream.measure(
+        admit_stream.Size(agents=1, inflight=2, questions=20, rounds=1, work_us=10.0, engine_s=0.001, idle_s=0.6)
+    ),
     "memory": lambda: memory.measure(
         memory.Size(
             sessions=(1_000, 2_000),
@@ -170,4 +173,4 @@ def test_an_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["nonsense"])
     assert stop.value.code == 2
-    assert "no such benchmark: nonsense (there are route, turn, blocks, admit, grpc, memory)" in capsys.readouterr().err
+    assert "no such benchmark: nonsense (there are route, turn, blocks, admit, grpc, stream, memory)" in capsys.readouterr().err

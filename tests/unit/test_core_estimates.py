@@ -13,7 +13,7 @@ from kvc.core.prefill import matched_tokens
 from kvc.core.route import route
 from kvc.core.state import Sigma
 from kvc.core.types import Attempt, Executor, Facts, Mode, WorkerRef
-from kvc.wire.turns import turn_to_pb
+from kvc.wire import admit_request_to_pb
 from services.router.door.admission import local_answer
 from tests.support.builders import run, turn, worker
 
@@ -149,6 +149,7 @@ def test_the_next_turn_is_direct_by_the_routers_own_numbers() -> None:
 
 
 def test_workers_are_told_lengths_only() -> None:
-    told = turn_to_pb(turn(chain=HISTORY, input_tokens=300, confirmed={D0: 4}, new_tokens=180))
+    estimated = turn(chain=HISTORY, input_tokens=300, confirmed={D0: 4}, new_tokens=180)
+    told = admit_request_to_pb(Attempt("r", 0), D0, estimated, None).turn
     assert (told.block_hashes, told.input_tokens, told.new_tokens) == (b"", 300, 180)
-    assert turn_to_pb(turn(chain=HISTORY)).block_hashes == HISTORY.tobytes()
+    assert admit_request_to_pb(Attempt("r", 0), D0, turn(chain=HISTORY), None).turn.block_hashes == HISTORY.tobytes()

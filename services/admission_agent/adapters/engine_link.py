@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from kvc.engine.link_io import CallFailed, LinkClient, LinkError, LinkTimeout
 from kvc.errors import DeadlineExceeded, Unavailable, error_for
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator
+    from collections.abc import AsyncGenerator, Callable, Iterator
     from pathlib import Path
 
     from kvc.engine.link import EventBody, ReplyBody, RequestBody, Welcome
+    from kvc.errors import KvcError
+    from services.admission_agent.ports import Pending
 
 ENGINE_AWAY = "ENGINE_AWAY"
 
@@ -28,6 +30,10 @@ class SocketLink:
     def welcome(self) -> Welcome:
         """What the engine said it is."""
         return self._client.welcome
+
+    def ask(self, body: RequestBody, answered: Callable[[ReplyBody | KvcError], None], timeout_s: float) -> Pending | None:
+        """Asks the engine; see EngineLink.ask."""
+        return self._client.ask(body, lambda reply: answered(typed(reply) if isinstance(reply, LinkError) else reply), timeout_s)
 
     async def call(self, body: RequestBody, timeout_s: float) -> ReplyBody:
         """Asks the engine; see EngineLink.call."""
@@ -67,12 +73,13 @@ def _typed() -> Iterator[None]:
     try:
         yield
     except LinkError as error:
-        _raise(error)
+        raise typed(error) from error
 
 
-def _raise(error: LinkError) -> NoReturn:
+def typed(error: LinkError) -> KvcError:
+    """An error of the link as an error of the tree."""
     if isinstance(error, CallFailed):
-        raise error_for(error.code, str(error), field=error.field) from error
+        return error_for(error.code, str(error), field=error.field)
     if isinstance(error, LinkTimeout):
-        raise DeadlineExceeded(f"engine: {error}", reason="ENGINE_TIMEOUT") from error
-    raise Unavailable(f"engine: {error}", reason=ENGINE_AWAY) from error
+        return DeadlineExceeded(f"engine: {error}", reason="ENGINE_TIMEOUT")
+    return Unavailable(f"engine: {error}", reason=ENGINE_AWAY)
