@@ -46,6 +46,27 @@ def channel_credentials(ca: Path, cert: Path | None, key: Path | None) -> grpc.C
     return grpc.ssl_channel_credentials(_authority(ca, "tls_ca"), private, chain)
 
 
+def client_context(ca: Path, cert: Path | None, key: Path | None, protocol: str) -> ssl.SSLContext:
+    """As `channel_credentials`, for connections that the event loop itself makes.
+
+    Args:
+        ca: authority that signed the server's certificate.
+        cert: own certificate chain, None when the server asks for none.
+        key: its key.
+        protocol: the ALPN protocol that is offered.
+
+    Raises:
+        ConfigError: a file cannot be used; names the setting.
+    """
+    channel_credentials(ca, cert, key)  # says what is wrong
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(ca)
+    if cert is not None:
+        context.load_cert_chain(cert, key)
+    context.set_alpn_protocols([protocol])
+    return context
+
+
 def _pair(cert: Path, key: Path, lead: str) -> tuple[bytes, bytes]:
     """Key and certificate, in gRPC's order."""
     chain, private = _content(cert, f"{lead}tls_cert"), _content(key, f"{lead}tls_key")

@@ -16,23 +16,23 @@ import random
 from collections import deque
 from typing import TYPE_CHECKING
 
-import grpc.aio
+from google.protobuf.message import DecodeError
 
 from kvc import wire
 from kvc.core.dispatch import Unreachable
 from kvc.core.types import Attempt
 from kvc.v1 import admission_pb2
 from services.router.adapters.agents import answer_of
+from services.router.adapters.duplex import Broken
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvc.core.dispatch import Answer, Ask
-    from kvc.v1 import admission_pb2_grpc
     from services.router.adapters.agents import Agents
+    from services.router.adapters.duplex import Duplex
     from services.router.door.admission import Asking
 
-    Call = grpc.aio.StreamStreamCall[admission_pb2.AdmitStreamRequest, admission_pb2.AdmitStreamResponse]
 
 MAX_BATCH = 512
 MAX_BATCH_BYTES = 1 << 20
@@ -106,15 +106,17 @@ class Outbox:
 class AgentStream:
     """The stream to one agent. `up` while questions may be asked on it."""
 
-    def __init__(self, stub: admission_pb2_grpc.AdmissionServiceAsyncStub, fallback: Asking, timeout_s: float, hold_s: float) -> None:
+    def __init__(self, agents: Agents, target: str, fallback: Asking, timeout_s: float, hold_s: float) -> None:
         """Opens nothing until `run`."""
-        self._stub = stub
+        self._agents = agents
+        self._target = target
         self._fallback = fallback
         self._timeout_s = timeout_s
         self._deadline_ms = max(1, int(timeout_s * 1000))
         self._open: dict[Attempt, _Question] = {}  # in the order of their deadlines
         self._outbox = Outbox(hold_s)
-        self._wake = asyncio.Event()
+        self._call: Duplex | None = None
+        self._answers = 0
         self._due: asyncio.Handle | None = None
         self._late: asyncio.TimerHandle | None = None
         self.up = False
@@ -139,33 +141,24 @@ class AgentStream:
         """Keeps the stream open until it is cancelled."""
         failures = 0
         while True:
-            opened = False
-            with contextlib.suppress(grpc.aio.AioRpcError):
-                opened = await self._converse()
+            answers = self._answers
+            with contextlib.suppress(OSError, TimeoutError, Broken):
+                await self._converse()
             self._broken()
-            failures = 1 if opened else failures + 1
+            failures = 1 if self._answers > answers else failures + 1
             bound = min(RETRY_CAP_S, RETRY_BASE_S * 2.0 ** min(failures, 8))
             await asyncio.sleep(random.uniform(bound / 2, bound))  # noqa: S311 - spreads reconnects, guards nothing
 
-    async def _converse(self) -> bool:
-        """One life of the stream; True when the agent ended it after answers."""
-        call = self._stub.AdmitStream()
-        writer: asyncio.Task[None] | None = None
-        opened = False
+    async def _converse(self) -> None:
+        """One life of the stream."""
+        over = asyncio.Event()
+        call = await self._agents.stream(self._target, self._received, self._flush, lambda _: over.set())
         try:
-            await call.wait_for_connection()
-            writer = asyncio.create_task(self._write(call), name="admit-stream-writer")
-            self.up = True
-            while isinstance(response := await call.read(), admission_pb2.AdmitStreamResponse):  # else EOF
-                opened = True
-                self._take(response)
+            self._call, self.up = call, True
+            await over.wait()
         finally:
-            self.up = False
-            call.cancel()
-            if writer is not None:
-                writer.cancel()
-                await asyncio.gather(writer, return_exceptions=True)
-        return opened
+            self._call, self.up = None, False
+            call.close()
 
     def _schedule(self, loop: asyncio.AbstractEventLoop, now_s: float) -> None:
         """Makes sure that what waits in the outbox leaves. Mutates."""
@@ -175,18 +168,19 @@ class AgentStream:
         self._due = loop.call_soon(self._flush) if due_s <= now_s else loop.call_at(due_s, self._flush)
 
     def _flush(self) -> None:
+        """Sends what may leave, as long as the agent has room for it; what is asked meanwhile joins the next."""
         self._due = None
-        self._wake.set()
+        outbox, call, now_s = self._outbox, self._call, asyncio.get_running_loop().time()
+        while outbox and call is not None and call.writable:
+            call.send(outbox.take(now_s).SerializeToString())
 
-    async def _write(self, call: Call) -> None:
-        """Sends what may leave, one message at a time; what is asked meanwhile joins the next."""
-        outbox, loop = self._outbox, asyncio.get_running_loop()
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader is told as well, and why
-            while True:
-                await self._wake.wait()
-                self._wake.clear()
-                while outbox:
-                    await call.write(outbox.take(loop.time()))
+    def _received(self, message: bytes) -> None:
+        try:
+            response = admission_pb2.AdmitStreamResponse.FromString(message)
+        except DecodeError:
+            raise Broken("no AdmitStreamResponse") from None
+        self._answers += 1
+        self._take(response)
 
     def _take(self, response: admission_pb2.AdmitStreamResponse) -> None:
         """Answers; then lets leave what has waited for them, and what was asked on account of them. Mutates."""
@@ -234,7 +228,6 @@ class AgentStream:
         """Questions that are under way are asked again, by unary Admit: the same attempt gets the same answer."""
         questions, self._open = list(self._open.values()), {}
         self._outbox.clear()
-        self._wake.clear()
         for handle in (self._due, self._late):
             if handle is not None:
                 handle.cancel()
@@ -276,6 +269,6 @@ class StreamAdmission:
         """Keeps streams to all agents open until it is cancelled."""
         async with asyncio.TaskGroup() as group:
             for target in targets:
-                stream = AgentStream(self._agents.stub(target), self._fallback, self._timeout_s, self._hold_s)
+                stream = AgentStream(self._agents, target, self._fallback, self._timeout_s, self._hold_s)
                 self._streams[target] = stream
                 group.create_task(stream.run())

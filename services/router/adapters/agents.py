@@ -12,10 +12,15 @@ from kvc import wire
 from kvc.core.dispatch import Admitted, Refused, Unreachable
 from kvc.core.types import Admission, WorkerInfo
 from kvc.errors import KvcError, Precondition
-from kvc.runtime.channel import channel
+from kvc.runtime.channel import MAX_MESSAGE_BYTES, channel
+from kvc.runtime.tls import client_context
 from kvc.v1 import admission_pb2, admission_pb2_grpc
+from services.router.adapters.duplex import ALPN, Duplex
 
 if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Callable
+
     from kvc.core.dispatch import Ask
     from kvc.core.types import Attempt, WorkerRef
     from kvc.runtime.clock import Clock
@@ -23,6 +28,7 @@ if TYPE_CHECKING:
     from services.router.config import AgentsConfig
 
 RELEASE_TIMEOUT_S = 1.0
+ADMIT_STREAM = "/kvc.v1.AdmissionService/AdmitStream"
 _MARGIN_S = 0.005
 
 
@@ -41,6 +47,7 @@ class Agents:
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._stubs: dict[str, admission_pb2_grpc.AdmissionServiceAsyncStub] = {}
         self._followed: dict[str, _Followed] = {}
+        self._tls: ssl.SSLContext | None = None
 
     async def __aenter__(self) -> Self:
         """Makes the channels of all agents; they connect when they are used.
@@ -48,7 +55,10 @@ class Agents:
         Raises:
             ConfigError: a TLS file cannot be read.
         """
-        for target in self._config.targets:
+        config = self._config
+        if config.tls_ca is not None:
+            self._tls = client_context(config.tls_ca, config.tls_cert, config.tls_key, ALPN)
+        for target in config.targets:
             self.stub(target)
         return self
 
@@ -71,6 +81,30 @@ class Agents:
             )
             self._stubs[target] = admission_pb2_grpc.AdmissionServiceStub(self._channels[target])
         return self._stubs[target]
+
+    async def stream(
+        self, target: str, received: Callable[[bytes], None], drained: Callable[[], None], ended: Callable[[str], None]
+    ) -> Duplex:
+        """AdmitStream to an agent, on a connection of its own; see Duplex.connect.
+
+        Raises:
+            OSError: nobody listens there, or TLS failed.
+            TimeoutError: the agent is silent.
+            Broken: whoever listens there speaks no gRPC.
+        """
+        token = self._config.token
+        metadata = [("authorization", f"Bearer {token}")] if token else []
+        return await Duplex.connect(
+            target,
+            ADMIT_STREAM,
+            metadata,
+            received,
+            drained,
+            ended,
+            tls=self._tls,
+            max_message_bytes=MAX_MESSAGE_BYTES,
+            timeout_s=self._config.silence_s,
+        )
 
     def follow(self, info: WorkerInfo, target: str) -> None:
         """From now on the agent at `target` answers for the worker. Mutates.
