@@ -36,9 +36,9 @@ MAX_WAITING: Final = 64
 MOST_WAITING: Final = 256
 """Requests that may wait because they were read at once."""
 MAX_WAITING_BYTES: Final = 1 << 20
-MOST_TURNED_AWAY: Final = 1024
+MOST_TURNED_AWAY = 1024
 """Connections beyond the limit that may wait for their last answer to be read; with more, they are reset."""
-LINGER_S: Final = 2.0
+LINGER_S = 2.0
 """How long what a client still sends after its last answer is read and dropped: closing at once would take the answer away from it."""
 NEVER_S: Final = float("inf")
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"

@@ -39,7 +39,7 @@ class Deciding:
     _attempt = 0
     _steps: Dispatch | None = None
     _asked: Ask | None = None
-    _answer: Answer | None = None
+    _answer: Answer | None
     _asking = False
     _may_hop = True
     _promise: Admitted | None = None
@@ -53,6 +53,7 @@ class Deciding:
         """Nothing is decided yet."""
         self._door = door
         self._avoid = _NOBODY
+        self._answer = None
         self.request_id = f"{random.getrandbits(128):032x}"
         self.arrived_s = door.clock.now_s()
 

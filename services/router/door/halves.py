@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from services.router.door.framing import Head
     from services.router.door.upstream import Connection, Pool
 
-MAX_ERROR_BYTES: Final = 1 << 20
+MAX_ERROR_BYTES = 1 << 20
 CONFLICT: Final = 409
 _RETRIED: Final = frozenset({CONFLICT, 429, 500, 502, 503, 504})
 _ERROR: Final = 400
