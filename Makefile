@@ -17,8 +17,13 @@ CODE := $(wildcard kvc services engine_patches scripts bench tests)
 # Tests without timing of their own run side by side; those that load the machine run one after the other.
 PARALLEL_TESTS := tests/unit tests/property tests/spec tests/scenarios tests/contract
 SERIAL_TESTS := tests/integration tests/chaos
+# What is compiled is never beside its sources: it would hide their changes. PYTHONSAFEPATH keeps the working directory out of the way.
+COMPILED := build/compiled
+SOURCES := $(shell git ls-files 'kvc/*.py' 'services/*.py')
+RUN_COMPILED := PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/$(COMPILED)
+COMPILED_TESTS := tests/spec tests/scenarios tests/property $(wildcard tests/unit/test_door*.py tests/unit/test_core*.py tests/unit/test_router*.py tests/unit/test_agent*.py)
 
-.PHONY: help setup protos format check test demo bench bench-peers clean
+.PHONY: help setup protos format check test compile test-compiled demo bench bench-peers clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,14 +56,24 @@ test: $(STAMP) ## all tests, and the coverage of kvc.core
 	@scripts/browser.sh
 	$(BIN)/pytest -q $(SERIAL_TESTS)
 
+compile: $(COMPILED) ## the wheel with the request path compiled, in dist/; what is in it, in build/compiled
+
+$(COMPILED): $(STAMP) $(SOURCES) scripts/compile.sh
+	@scripts/compile.sh $(BIN) $(COMPILED)
+	@touch $@
+
+test-compiled: $(COMPILED) ## the tests of the core and of the request path, on the compiled modules
+	@$(RUN_COMPILED) $(BIN)/python -c 'import kvc.core.route as route; assert not route.__file__.endswith(".py"), route.__file__'
+	$(RUN_COMPILED) $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -o pythonpath= --deselect tests/unit/test_door_spans.py::test_only_what_is_recorded_pays $(COMPILED_TESTS)
+
 demo: $(STAMP) ## a local mesh under an agentic workload, beside round-robin disaggregation
 	@$(BIN)/kvc demo
 
 bench: $(STAMP) ## benchmarks with ratios
 	@$(BIN)/python -m bench
 
-bench-peers: $(STAMP) ## the request path beside peer routers, into docs/benchmarks.md
-	@$(BIN)/python -m bench.peers --rounds $(ROUNDS) --peers $(PEERS) --store docs/benchmarks.md
+bench-peers: $(COMPILED) ## the compiled request path beside peer routers, into docs/benchmarks.md
+	@$(RUN_COMPILED) $(BIN)/python -m bench.peers --rounds $(ROUNDS) --peers $(PEERS) --store docs/benchmarks.md
 
 clean: ## remove the virtual environment, caches and build outputs
 	rm -rf $(VENV) .venv-peers build dist htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

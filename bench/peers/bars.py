@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from bench.peers.results import HOT, LARGE, PACED, READS, SHORT, Measure
-from bench.peers.systems import BASE, OFF, PD_BASE, PD_OFF, PD_STREAM, STREAM
+from bench.peers.systems import BASE, HOP, OFF, PD_BASE, PD_OFF, PD_STREAM, STREAM
 
 if TYPE_CHECKING:
     from bench.peers.results import Results, Spread
@@ -32,12 +32,16 @@ class Bar:
 BARS: Final = (
     Bar(SHORT, OFF, 0.5),
     Bar(SHORT, STREAM, 0.8),
+    Bar(SHORT, HOP, 0.8),
     Bar(PACED, OFF, 0.9),
     Bar(PACED, STREAM, 0.9),
+    Bar(PACED, HOP, 0.9),
     Bar(LARGE, OFF, 0.5),
     Bar(LARGE, STREAM, 0.5),
+    Bar(LARGE, HOP, 0.5),
     Bar(HOT, OFF, 0.5),
     Bar(HOT, STREAM, 1.5),
+    Bar(HOT, HOP, 1.5),
     Bar(SHORT, PD_OFF, 0.5, PD_BASE),
     Bar(SHORT, PD_STREAM, 0.5, PD_BASE),
     Bar(READS, OFF, 1.1, ""),

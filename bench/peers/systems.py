@@ -19,6 +19,7 @@ PD_BASE: Final = "smg/pd"
 DIRECT: Final = "direct"
 OFF: Final = "kvc off"
 STREAM: Final = "kvc stream"
+HOP: Final = "kvc hop"
 PD_OFF: Final = "kvc pd off"
 PD_STREAM: Final = "kvc pd"
 
@@ -105,7 +106,8 @@ SYSTEMS: Final = (
     *_of_peer("sglang-router", ("cache_aware", "round_robin", "manual"), "launch", pd="--pd-disaggregation"),
     *_of_peer("vllm-router", ("cache_aware", "consistent_hash", "round_robin"), pd="--vllm-pd-disaggregation"),
     System(OFF, "`kvc router --http-admission off`", _mesh("--admission", "off")),
-    System(STREAM, "`kvc router` as it comes: AdmitStream to four agents", _mesh()),
+    System(STREAM, "`kvc router` as it comes: every turn is asked about on AdmitStream to four agents", _mesh()),
+    System(HOP, "the same, before engines that decide on arrival: hot turns take their question along", _mesh("--on-arrival")),
     System(
         PD_OFF,
         "`kvc router --http-admission off`, one prefill worker and three decode workers",
@@ -115,5 +117,5 @@ SYSTEMS: Final = (
     ),
     System(PD_STREAM, "`kvc router`, one prefill worker and three decode workers", _mesh("--pd"), base=PD_BASE, scenarios=("short",)),
 )
-NEEDED: Final = (DIRECT, BASE, PD_BASE, OFF, STREAM, PD_OFF, PD_STREAM)
+NEEDED: Final = (DIRECT, BASE, PD_BASE, OFF, STREAM, HOP, PD_OFF, PD_STREAM)
 """What the bars need; other peers are measured when asked for."""

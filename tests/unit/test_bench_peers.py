@@ -70,10 +70,10 @@ def test_a_peer_gets_its_workers_and_ports(tmp_path: Path) -> None:
 
 
 def test_the_router_runs_with_its_defaults() -> None:
-    *agents, router = mesh.commands(7, (1, 2), (11, 12), admission="", pd=False, rest=())
+    *agents, router = mesh.commands(7, (1, 2), (11, 12), admission="", pd=False, on_arrival=True, rest=())
     assert router[1:] == ["-m", "services.cli", "router", "--http-port", "7", "--agent", "127.0.0.1:11", "--agent", "127.0.0.1:12"]
     assert [argv[argv.index("--role") + 1] for argv in agents] == ["decode", "decode"]
-    *agents, router = mesh.commands(7, (1, 2), (11, 12), admission="off", pd=True, rest=("--more",))
+    *agents, router = mesh.commands(7, (1, 2), (11, 12), admission="off", pd=True, on_arrival=False, rest=("--more",))
     assert [argv[argv.index("--role") + 1] for argv in agents] == ["prefill", "decode"]
     assert router[-3:] == ["--params-executor", "prefill", "--more"]
     assert router[router.index("--http-admission") + 1] == "off"

@@ -8,7 +8,7 @@ import logging
 import ssl
 import uuid
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 from prometheus_client.exposition import choose_encoder
@@ -265,7 +265,7 @@ class Door:
             )
         except OSError as error:
             raise ConfigError(f"http.port: cannot listen on {host}:{port}: {error.strerror or error}") from None
-        bound: int = self._server.sockets[0].getsockname()[1]
+        bound: int = cast("Any", self._server).sockets[0].getsockname()[1]
         event(logger, "door_open", host=host, port=bound, tls=tls is not None)
         return bound
 
