@@ -20,6 +20,8 @@ error type `HOP_REFUSED` in the endpoint's usual error body and beside it
         "facts": kvc.engine.link.LinkFacts the decision was based on, less what is 0
     }
 
+The head of a reply to an admitted request may carry `CACHED_HEADER`: the prompt tokens that nobody prefills, as in the usage after it.
+
 A rid that was admitted once is answered 409 `ticket-used`, as any ticket is; a malformed one 400 with the field `rid`.
 """
 
@@ -30,6 +32,7 @@ import re
 from kvc.core.types import Attempt
 
 HOP_CAPABILITY = "admit-on-arrival"
+CACHED_HEADER = "x-kvc-cached-tokens"
 HOP_PREFIX = "kvc-hop-"
 HOP_REFUSED = "hop-refused"
 NOT_DIRECT = "not-direct"

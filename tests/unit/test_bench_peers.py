@@ -183,13 +183,14 @@ def test_bars_are_judged_by_the_median() -> None:
 
 def test_the_bars_are_those_that_were_set() -> None:
     told = {(bar.measure.scenario, bar.measure is READS, bar.system): (bar.limit, bar.base) for bar in BARS}
-    assert len(told) == len(BARS) == 12
+    assert len(told) == len(BARS) == 16
     assert told["short", False, OFF] == (0.5, BASE)
-    assert told["short", False, "kvc stream"] == (0.8, BASE)
-    assert told["paced", False, OFF] == told["paced", False, "kvc stream"] == (0.9, BASE)
-    assert told["large", False, OFF] == told["large", False, "kvc stream"] == (0.5, BASE)
     assert told["hot", False, OFF] == (0.5, BASE)
-    assert told["hot", False, "kvc stream"] == (1.5, BASE)
+    for asked in ("kvc stream", "kvc hop"):
+        assert told["short", False, asked] == (0.8, BASE)
+        assert told["paced", False, OFF] == told["paced", False, asked] == (0.9, BASE)
+        assert told["large", False, OFF] == told["large", False, asked] == (0.5, BASE)
+        assert told["hot", False, asked] == (1.5, BASE)
     assert told["short", False, PD_OFF] == told["short", False, "kvc pd"] == (0.5, PD_BASE)
     assert told["paced", True, OFF] == told["paced", True, "kvc stream"] == (1.1, "")
 
@@ -258,7 +259,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
 
 def good_rows() -> list[Row]:
     made = [row(0, scenario, BASE, 1.0, p10=100.0, reads=200) for scenario in STANDARD] + [row(0, "short", PD_BASE, 1.0)]
-    for name in (OFF, "kvc stream"):
+    for name in (OFF, "kvc stream", "kvc hop"):
         made += [row(0, scenario, name, 0.4, p10=40.0, reads=200) for scenario in STANDARD]
     return made + [row(0, "short", name, 0.4) for name in (PD_OFF, "kvc pd")]
 
@@ -270,7 +271,7 @@ def test_all_bars_met_is_exit_0(measured: dict[str, Any], capsys: pytest.Capture
     file.write_text(f"# Page\n{page.BEGIN}\n{page.END}\n")
     assert command.main(["--store", str(file), "--out", str(out)]) == 0
     printed, said = capsys.readouterr()
-    assert "12 of 12 met" in printed
+    assert "16 of 16 met" in printed
     assert said == ""
     assert printed.strip() in file.read_text()
     assert "| kvc off | 144 | 1,000 | none |" in printed

@@ -13,6 +13,7 @@ import msgspec
 from aiohttp import web
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
+from kvc.engine.hop import CACHED_HEADER
 from kvc.engine.reference import schema
 from kvc.engine.reference.faults import HopRefused
 from kvc.engine.reference.messages_api import MESSAGES_PATH, MessagesShape
@@ -122,7 +123,9 @@ class HttpApi:
                     return await self._stream(http, request, shape)
                 async for _ in pieces(request):
                     pass
-                return _json(shape.whole(request))
+                response = _json(shape.whole(request))
+                response.headers[CACHED_HEADER] = str(request.cached_tokens)
+                return response
             finally:
                 engine.forget(request)
                 finish()
@@ -133,6 +136,7 @@ class HttpApi:
         try:
             async for piece in pieces(request):
                 if not response.prepared:
+                    response.headers[CACHED_HEADER] = str(request.cached_tokens)
                     await response.prepare(http)
                 completed += len(piece.token_ids)
                 chunks = b"".join(shape.framed(chunk) for chunk in shape.chunks(request, piece, completed))

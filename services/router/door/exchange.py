@@ -182,15 +182,24 @@ class Exchange(Deciding):
 
     # --- what the decode worker's half tells ---------------------------------------------------------------------------------------
 
-    def begins(self) -> bytes | None:
-        """The reply begins. Returns the lines that the door adds to its head; None: the reply is not wanted, and was cut off."""
+    def begins(self, cached_tokens: int) -> bytes | None:
+        """The reply begins.
+
+        Args:
+            cached_tokens: prompt tokens that nobody prefills, as the engine says; -1: it does not, and the admission's number is told.
+
+        Returns:
+            The lines that the door adds to its head; None: the reply is not wanted, and was cut off.
+        """
         if self._promise is not None and not self._land():
             return None
         decision = self._decision
         assert decision is not None
         self.first_s = self._door.clock.now_s()
         self._payload, self.request.body = None, b""
-        cached = 0 if decision.admission is None else max(0, self.input_tokens - decision.admission.append_tokens)
+        cached = cached_tokens
+        if cached < 0:
+            cached = 0 if decision.admission is None else max(0, self.input_tokens - decision.admission.append_tokens)
         return b"x-kvc-mode: %b\r\nx-kvc-worker: %b\r\nx-kvc-cached-tokens: %d\r\ntraceparent: %b\r\n" % (
             decision.mode.encode(), decision.decode.worker_id.encode(), cached, self._client.traceparent,
         )  # fmt: skip

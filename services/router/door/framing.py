@@ -29,7 +29,8 @@ _VERSION = b"HTTP/1.1"
 _SWITCHING = 101
 _OK = 200
 _BODILESS = frozenset({204, 304})
-_READ = frozenset({b"connection", b"content-length", b"transfer-encoding"})
+_CACHED = b"x-kvc-cached-tokens"
+_READ = frozenset({b"connection", b"content-length", b"transfer-encoding", _CACHED})
 # Not passed on: what concerns only our connection to the engine, and what the door says itself.
 _OWN = frozenset(
     {
@@ -62,9 +63,10 @@ class Head:
         chunked: transfer-encoding is chunked.
         keep_alive: the engine keeps the connection open.
         until_close: only the end of the connection ends the body.
+        cached_tokens: prompt tokens that nobody prefills, when the engine says so in its head; else -1.
     """
 
-    __slots__ = ("_passed", "chunked", "keep_alive", "length", "raw", "status", "until_close")
+    __slots__ = ("_passed", "cached_tokens", "chunked", "keep_alive", "length", "raw", "status", "until_close")
 
     def __init__(self, raw: bytes) -> None:
         """Parses a complete head.
@@ -77,7 +79,7 @@ class Head:
             raise FramingError("no HTTP/1 status line")
         self.raw = raw
         self.status = int(status[2])
-        self.length = -1
+        self.length = self.cached_tokens = -1
         self.chunked = False
         self.keep_alive = status[1] == b"1"
         dropped = set(_OWN)
@@ -111,6 +113,8 @@ class Head:
             if self.chunked or value.lower() != b"chunked":
                 raise FramingError("transfer-encoding other than chunked")
             self.chunked = True
+        elif name == _CACHED:
+            self.cached_tokens = int(value) if value.isdigit() and len(value) < MAX_CHUNK_DIGITS else -1
         else:
             tokens = [token.strip(b" \t") for token in value.lower().split(b",")]
             self.keep_alive = b"close" not in tokens and (self.keep_alive or b"keep-alive" in tokens)

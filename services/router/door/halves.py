@@ -118,7 +118,7 @@ class DecodeHalf(_Half):
     def _begin(self, head: Head, rest: bytes) -> bool:
         """The reply begins: from here on nothing can be tried again, and what that would need is let go. False: it is not wanted."""
         assert self._exchange is not None
-        lines = self._exchange.begins()
+        lines = self._exchange.begins(head.cached_tokens)
         if lines is None:
             return False
         self.started = True

@@ -139,9 +139,9 @@ class TracedExchange(Exchange):
             span.attributes["kvc.hop"] = "landed" if landed else "failed"
         return landed
 
-    def begins(self) -> bytes | None:
+    def begins(self, cached_tokens: int) -> bytes | None:
         """As Exchange."""
-        lines = super().begins()
+        lines = super().begins(cached_tokens)
         if lines is not None:
             if self._decode_span is not None:
                 self._decode_span.event("first chunk")
