@@ -9,6 +9,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Final
 
 from bench.report import machine
+from kvc.core import route
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,9 +35,11 @@ def conditions(rounds: int, peers: Mapping[str, str]) -> str:
     loads = " ".join(f"{load:.2f}" for load in os.getloadavg())
     versions = [*(f"{name} {number}" for name, number in peers.items()), *(f"{name} {version(name)}" for name in PACKAGES)]
     now = dt.datetime.now(dt.UTC)
+    way = "from its sources" if (route.__file__ or "").endswith(".py") else "compiled by mypyc"
     return (
         f"Run on {now:%Y-%m-%d}, {rounds} round{'s' * (rounds != 1)}: {where['cores']} cores of {where['cpu']}, {where['memory_gib']} GiB,"
         f" Linux {platform.release()} {platform.machine()}, {where['python']}; {', '.join(versions)}.\n"
+        f"The router's request path ran {way}.\n"
         f"Load average before the run (1, 5, 15 minutes): {loads}."
     )
 

@@ -235,6 +235,7 @@ def test_a_page_without_its_marks_is_left_alone(tmp_path: Path, text: str) -> No
 def test_the_conditions_name_machine_and_versions() -> None:
     text = page.conditions(3, {"smg": "1.13.0"})
     assert re.match(r"Run on \d{4}-\d\d-\d\d, 3 rounds: \d+ cores of .+ GiB, Linux .+, CPython 3\.\d+\.\d+; smg 1\.13\.0, uvloop ", text)
+    assert "\nThe router's request path ran from its sources.\n" in text
     assert re.search(r"\nLoad average before the run \(1, 5, 15 minutes\): \d+\.\d\d \d+\.\d\d \d+\.\d\d\.$", text)
     assert "1 round:" in page.conditions(1, {})
 

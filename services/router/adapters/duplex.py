@@ -38,8 +38,8 @@ DEFAULT_WINDOW: Final = 65_535
 MAX_WINDOW: Final = 2**31 - 1
 WINDOW: Final = 4 << 20
 """Bytes that the peer may send before it is told that they were taken."""
-IDLE_S: Final = 5.0
-PONG_S: Final = 3.0
+IDLE_S = 5.0
+PONG_S = 3.0
 
 _head = struct.Struct(">HBBBI")
 _setting = struct.Struct(">HI")
