@@ -31,7 +31,7 @@ FLUSH_S = 0.01
 class AlwaysAdmits:
     """EngineLink of an engine that admits every turn as Direct. `admitted` is told the blocks of each."""
 
-    def __init__(self, worker_id: str, role: str, url: str, admitted: Callable[[bytes], None] | None) -> None:
+    def __init__(self, worker_id: str, role: str, url: str, admitted: Callable[[bytes], None] | None = None) -> None:
         """Nothing is resident. With `admitted` the engine says that it decides on arrival, too."""
         self._tickets = 0
         self._admitted = admitted
@@ -93,7 +93,7 @@ class AlwaysAdmits:
 class Connector:
     """EngineConnector."""
 
-    def __init__(self, worker_id: str, role: str, url: str, admitted: Callable[[bytes], None] | None) -> None:
+    def __init__(self, worker_id: str, role: str, url: str, admitted: Callable[[bytes], None] | None = None) -> None:
         """Connects to nothing."""
         self._arguments = (worker_id, role, url, admitted)
 
