@@ -47,7 +47,9 @@ class Janitor:
         self._late: set[asyncio.Future[Admitted | Refused | Unreachable]] = set()
 
     def release(self, attempt: Attempt, ref: WorkerRef, admission: Admission) -> None:
-        """Gives an admission's ticket back soon."""
+        """Gives an admission's ticket back soon; one without a ticket holds nothing."""
+        if not admission.ticket:
+            return
         if self._queue.full():
             self.dropped += 1
             return

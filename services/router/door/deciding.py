@@ -81,7 +81,7 @@ class Deciding:
         """Feeds one answer to the dispatch generator, and performs what it asks for next."""
         asked, self._asked = self._asked, None
         if self._over:
-            if asked is not None and isinstance(answer, Admitted) and answer.admission.ticket:  # nobody waits for it any more
+            if asked is not None and isinstance(answer, Admitted):  # nobody waits for it any more, but there is a ticket in it
                 self._door.janitor.release(asked.attempt, asked.worker, answer.admission)
         elif self._asking:
             self._answer = answer

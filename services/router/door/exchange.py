@@ -366,5 +366,5 @@ class Exchange(Deciding):
         if decision is None:
             return
         self._door.sigma.apply(ev.TurnEnded(decision.attempt, end, self.prompt_tokens(), self.output_tokens()))
-        if end is not ev.End.COMPLETED and decision.admission is not None and decision.admission.ticket:
+        if end is not ev.End.COMPLETED and decision.admission is not None:
             self._door.janitor.release(decision.attempt, decision.decode, decision.admission)
