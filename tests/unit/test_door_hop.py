@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -121,6 +122,19 @@ async def test_a_refused_hop_is_asked_about_and_done_in_two_steps(refusal: Answe
         assert [parse_hop_rid(rid(asked)) is not None for asked in engine.requests] == [False, True, False]
         assert hops(door) == {outcome: 1}
         assert door.observer.retries == []
+        await door.check(2)
+
+
+async def test_a_fault_in_asking_after_a_refused_hop_answers_the_client_and_leaves_nothing() -> None:
+    async with hot(REFUSED) as (door, _engine, _ref):
+
+        def breaks_down(*_: object) -> None:
+            raise RuntimeError("a fault of ours")
+
+        door.door.admission = SimpleNamespace(ask=breaks_down)
+        answer = await door.ask(TURN, x_session_id="s")
+        assert (answer.status, answer.kind) == (500, "INTERNAL")
+        assert door.ends == [COMPLETED, FAILED]
         await door.check(2)
 
 

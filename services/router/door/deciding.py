@@ -1,9 +1,11 @@
 """Drives Algorithm 3 for one exchange: feeds the dispatch generator with answers, and performs what it asks for next.
 
-_decide -> generator: Ask   -> one hop, when the turn is hot -> the reply begins: _land | refused: _ask_after_all | lost: _hop_failed
--> else the admission port       -> _advance
-WaitForRoom, Pause -> a task           -> _advance
-returns          -> _decided
+    Ask                 a hot turn takes its question along (hop.py): the reply begins, _land; refused, _ask_after_all; lost, _hop_failed
+                        any other is asked through the admission port
+    WaitForRoom, Pause  a task waits
+    its return          _decided
+
+Answers come back through _advance, at once or later.
 """
 
 from __future__ import annotations
@@ -91,6 +93,13 @@ class Deciding:
             except Exception as error:  # noqa: BLE001 - as `guarded`
                 self._refuse(self._door.fault(error))
 
+    def guarded(self, step: Callable[[], None]) -> None:
+        """Runs a step that nobody else looks after: a fault of ours answers this client and is logged; the others go on."""
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001 - as said
+            self._refuse(self._door.fault(error))
+
     def _step(self, answer: Answer | None) -> None:
         """As `_advance`; answers that come at once are a loop, not a recursion as deep as there are workers."""
         steps = self._steps
@@ -161,7 +170,7 @@ class Deciding:
         self._door.observer.hopped(outcome)
         self._promise = self._decode_half = None
         assert self._asked is not None
-        self._ask(self._asked)
+        self.guarded(partial(self._ask, self._asked))
 
     async def _wait(self, effect: Effect) -> None:
         door = self._door

@@ -29,7 +29,7 @@ from services.router.failures import gave_up, guilty, lost
 from services.router.ports import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from kvc.core.blocks import Chain
     from kvc.core.types import Turn, WorkerInfo, WorkerRef
@@ -321,13 +321,6 @@ class Exchange(Deciding):
         """The client reads again."""
         if self._decode_half is not None:
             self._decode_half.resume()
-
-    def guarded(self, step: Callable[[], None]) -> None:
-        """Runs a step that nobody else looks after: a fault of ours answers this client and is logged; the others go on."""
-        try:
-            step()
-        except Exception as error:  # noqa: BLE001 - as said
-            self._refuse(self._door.fault(error))
 
     def _finish(self, end: ev.End, error: KvcError | None = None) -> None:
         """The end of the exchange; only the first call counts."""
