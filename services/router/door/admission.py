@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvc.core.dispatch import Answer, Ask
+    from kvc.core.members import WorkerState
+    from kvc.core.params import Params
     from kvc.core.state import Sigma
     from services.router.ports import AdmissionPort
 
@@ -53,19 +55,17 @@ class LocalAdmission:
 
     def ask(self, ask: Ask, answered: Callable[[Answer], None], traceparent: str = "") -> None:  # noqa: ARG002 - nobody is asked
         """Answers at once."""
-        answered(local_answer(ask, self._sigma))
+        worker = self._sigma.worker(ask.worker)
+        answered(Unreachable("NOT_FOUND", gone=True) if worker is None else local_answer(ask, worker, self._sigma.params))
 
 
-def local_answer(ask: Ask, sigma: Sigma) -> Admitted | Refused | Unreachable:
+def local_answer(ask: Ask, worker: WorkerState, params: Params) -> Admitted | Refused:
     """Algorithm 2 over what Σ knows of the worker. Reads only."""
-    worker = sigma.worker(ask.worker)
-    if worker is None:
-        return Unreachable("NOT_FOUND", gone=True)
     known = worker.facts
     matched = matched_tokens(ask.turn, worker)
     held = (known.held_tokens, known.reserved_tokens, known.evictable_tokens) if known is not None else (0, 0, 0)
     facts = Facts(worker.info.capacity_tokens, *held, matched, prefill_tokens_per_s=worker.info.prefill_tokens_per_s)
-    outcome = admit(facts, ask.turn, sigma.params, ask.offer)
+    outcome = admit(facts, ask.turn, params, ask.offer)
     return Admitted(outcome, facts) if isinstance(outcome, Admission) else Refused(outcome, facts)
 
 

@@ -138,9 +138,9 @@ class Deciding:
 
     def _hops(self, ask: Ask) -> bool:
         """Sends a turn on hot KV with its question in the rid. False when the question must be asked first."""
-        door = self._door
-        promised = promise(ask, door.sigma)
-        decode = door.sigma.worker(ask.worker)
+        sigma = self._door.sigma
+        decode = sigma.worker(ask.worker)
+        promised = promise(ask, decode, sigma) if decode is not None else None
         if promised is None or decode is None:
             return False
         self._may_hop, self._promise, self._hop_attempt = False, promised, ask.attempt

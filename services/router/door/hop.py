@@ -20,20 +20,26 @@ from services.router.door.admission import local_answer
 
 if TYPE_CHECKING:
     from kvc.core.dispatch import Ask
+    from kvc.core.members import WorkerState
     from kvc.core.state import Sigma
 
 
-def promise(ask: Ask, sigma: Sigma) -> Admitted | None:
+def promise(ask: Ask, worker: WorkerState, sigma: Sigma) -> Admitted | None:
     """What the worker will most probably answer to a turn on hot KV; None: the turn is not hot, or the engine does not decide on arrival.
 
     Reads Σ only. The facts are those the worker reported last, none of ours.
+
+    Args:
+        ask: the question.
+        worker: whom it is for.
+        sigma: Σ.
     """
-    worker, session = sigma.worker(ask.worker), sigma.session(ask.turn.session_id)
-    if worker is None or session is None or session.pin != ask.worker or not ask.turn.known_session:
+    session = sigma.session(ask.turn.session_id)
+    if session is None or session.pin != ask.worker or not ask.turn.known_session:
         return None
     if not worker.fresh or worker.facts is None or HOP_CAPABILITY not in worker.info.capabilities:
         return None
-    answer = local_answer(ask, sigma)
+    answer = local_answer(ask, worker, sigma.params)
     if not isinstance(answer, Admitted) or answer.admission.mode is not Mode.DIRECT:
         return None
     return Admitted(answer.admission, worker.facts)
