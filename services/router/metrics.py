@@ -14,7 +14,7 @@ from kvc.core import events as ev
 from kvc.core.types import Decision, GaveUp, Mode, Reason
 from kvc.errors import KvcError
 from kvc.runtime.logs import clean_event, event
-from kvc.runtime.metrics import LATENCY_BUCKETS_S, CountCollector, LatencyCollector, bound
+from kvc.runtime.metrics import LATENCY_BUCKETS_S, CountCollector, LatencyCollector
 from services.router.ports import Observer
 
 if TYPE_CHECKING:
@@ -56,39 +56,37 @@ class RouterMetrics(Observer):
         self._decide = LatencyCollector("kvc_router_decide_seconds", "Time to a decision", registry).children[""]
         self._queued = LatencyCollector("kvc_router_queued_seconds", "Wait for room of turns that waited", registry).children[""]
         self._mesh = LatencyCollector("kvc_router_mesh_seconds", "Own time before the first chunk", registry).children[""]
-        refusals = Counter("kvc_router_refusals", "Answers of workers that refused, by reason", ["reason"], registry=registry)
-        self._refusals = bound(refusals, [reason.value for reason in Reason])
+        text, reasons = "Answers of workers that refused, by reason", [(reason.value,) for reason in Reason]
+        self._refusals = CountCollector("kvc_router_refusals", text, registry, ("reason",), reasons).children
         self._unanswered = Counter("kvc_router_unanswered", "Admit calls without an answer, by gRPC status", ["status"], registry=registry)
-        undecided = Counter(
-            "kvc_router_undecided", "Requests that ended without a turn, by ErrorInfo.reason, or CANCELLED", ["reason"], registry=registry
-        )
-        self._undecided = bound(undecided, UNDECIDED)
+        text, reasons = "Requests that ended without a turn, by ErrorInfo.reason, or CANCELLED", [(reason,) for reason in UNDECIDED]
+        self._undecided = CountCollector("kvc_router_undecided", text, registry, ("reason",), reasons).children
         text = "Decisions, by what overlap was reckoned from: block hashes of tokens, or the router's own estimate"
         sources = [("blocks",), ("estimate",)]
         self._decisions = CountCollector("kvc_router_decisions", text, registry, ("overlap_source",), sources).children
         hops = [("landed",), ("refused",), ("failed",)]
         text = "Turns whose question travelled with the request, by what came of it"
         self._hops = CountCollector("kvc_router_hops", text, registry, ("outcome",), hops).children
-        self._retries = Counter("kvc_router_retries", "Engines replaced before the first token", registry=registry)
+        self._retries = CountCollector("kvc_router_retries", "Engines replaced before the first token", registry).children[()]
         text = "Prompt tokens whose KV was reused, as engines report"
         self._cached = CountCollector("kvc_router_cached_tokens", text, registry).children[()]
         self._prompt = CountCollector("kvc_router_prompt_tokens", "Prompt tokens of completed turns", registry).children[()]
 
     def decided(self, decision: Decision | GaveUp, decide_s: float, *, estimated: bool = False) -> None:
         """Counts the decision and the answers of workers."""
-        self._decisions["estimate" if estimated else "blocks",].value += 1
+        self._decisions["estimate" if estimated else "blocks",].inc()
         self._decide.observe(decide_s)
         if decision.queued_s:
             self._queued.observe(decision.queued_s)
         for probe in decision.probes:
             if probe.reason is not None:
-                self._refusals[probe.reason].inc()
+                self._refusals[probe.reason,].inc()
             elif probe.error:
                 self._unanswered.labels(probe.error).inc()
 
     def hopped(self, outcome: str) -> None:
         """A question that travelled with its request was answered: landed, refused or failed."""
-        self._hops[outcome,].value += 1
+        self._hops[outcome,].inc()
 
     def retried(self, request: Named, decision: Decision, error: EngineError) -> None:
         """Counts and logs the failure that the caller never sees."""
@@ -109,16 +107,16 @@ class RouterMetrics(Observer):
         """Counts, and writes the request's one line."""
         reason = error.reason if isinstance(error, KvcError) else "CANCELLED" if end is ev.End.CANCELLED else "INTERNAL" if error else ""
         if decision is not None:
-            self._turns[decision.mode, end].value += 1
+            self._turns[decision.mode, end].inc()
         else:
-            self._undecided[reason if reason in self._undecided else "OTHER"].inc()
+            self._undecided[reason if reason in UNDECIDED else "OTHER",].inc()
         if result is not None:
             mode, last = result.decision.mode, result.last
             self._ttft[mode].observe(result.ttft_s)
             self._latency[mode].observe(result.latency_s)
             self._mesh.observe(result.mesh_s)
-            self._cached.value += last.cached_tokens
-            self._prompt.value += last.prompt_tokens
+            self._cached.inc(last.cached_tokens)
+            self._prompt.inc(last.prompt_tokens)
         level = logging.WARNING if end is ev.End.FAILED else logging.INFO
         if logger.isEnabledFor(level):
             problem = str(error) if isinstance(error, KvcError) else None
@@ -128,16 +126,12 @@ class RouterMetrics(Observer):
         """Counts since the start, for the page: turns by mode and end, refusals and undecided requests by reason, TTFT by mode."""
         return {
             "turns": {mode: {end: self._turns[mode, end].value for end in _ENDS} for mode in _MODES},
-            "refusals": _values(self._refusals),
-            "undecided": _values(self._undecided),
+            "refusals": {reason: count.value for (reason,), count in self._refusals.items()},
+            "undecided": {reason: count.value for (reason,), count in self._undecided.items()},
             "ttft": {"bounds_s": LATENCY_BUCKETS_S, "counts": {mode: child.counts for mode, child in self._ttft.items()}},
             "prompt_tokens": self._prompt.value,
             "cached_tokens": self._cached.value,
         }
-
-
-def _values(counters: dict[str, Counter]) -> dict[str, int]:
-    return {name: int(counter._value.get()) for name, counter in counters.items()}  # noqa: SLF001 - the library offers no reader
 
 
 class Line(msgspec.Struct, frozen=True, gc=False):

@@ -143,7 +143,7 @@ def test_the_next_turn_is_direct_by_the_routers_own_numbers() -> None:
     arrive(sigma, HISTORY, 300)
     complete(sigma)
     following = arrive(sigma, run("q", 2, HISTORY), 360)
-    answer = local_answer(Ask(D0, Attempt("r", 1), following, None), sigma)
+    answer = local_answer(Ask(D0, Attempt("r", 1), following, None), sigma.workers["D0"], sigma.params)
     assert isinstance(answer, Admitted)
     assert (answer.admission.mode, answer.admission.append_tokens) == (Mode.DIRECT, 60)
 
