@@ -8,8 +8,8 @@ import ssl
 from typing import TYPE_CHECKING, Any
 
 from services.router.door import client as client_module
+from services.router.door.answers import REASONS
 from services.router.door.door import tls_context
-from services.router.door.statuses import REASONS
 from tests.support.certificates import make_certificates
 from tests.support.door_engine import answers, good, hangs, head, streams
 from tests.support.front import DEADLINE_S, HI, Front, front, get, post

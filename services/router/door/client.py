@@ -14,17 +14,14 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING, Final, cast
 
-import msgspec
-
-from kvc.errors import KvcError, http_body, messages_body
+from services.router.door.answers import UNAUTHORIZED, error_of, head_of, refusal_of
 from services.router.door.framing import Body
 from services.router.door.parser import HttpRefusedError, RequestParser
-from services.router.door.request import MESSAGES
 from services.router.door.spans import TRACEPARENT, new_traceparent
-from services.router.door.statuses import KINDS, REASONS
 from services.router.door.watch import has_ended
 
 if TYPE_CHECKING:
+    from kvc.errors import KvcError
     from services.router.door.door import Door
     from services.router.door.exchange import Exchange
     from services.router.door.framing import Head
@@ -42,7 +39,6 @@ LINGER_S = 2.0
 """How long what a client still sends after its last answer is read and dropped: closing at once would take the answer away from it."""
 NEVER_S: Final = float("inf")
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-_UNAUTHORIZED = 401
 
 
 class Client(asyncio.Protocol):
@@ -204,7 +200,7 @@ class Client(asyncio.Protocol):
     def request_is_big(self, path: bytes, headers: list[tuple[bytes, bytes]]) -> None:
         """A body that would be refused for lack of a token is not read."""
         if not self._door.allows(path, headers):
-            raise HttpRefusedError(_UNAUTHORIZED, "a bearer token is needed")
+            raise HttpRefusedError(UNAUTHORIZED, "a bearer token is needed")
 
     def request_complete(self, request: HttpRequest) -> None:
         """A request is complete: it is worked on now, or when those before it are done."""
@@ -255,11 +251,9 @@ class Client(asyncio.Protocol):
         connection = b"connection: close\r\n"
         if keep_alive:
             connection = b"connection: keep-alive\r\n" if request is not None and request.http10 else b""
-        head = b"HTTP/1.1 %d %b\r\ncontent-type: %b\r\ncontent-length: %d\r\n%b%b\r\n" % (
-            status, REASONS.get(status, b"Status"), content_type, len(body), connection, extra,
-        )  # fmt: skip
         self.status = status
         if self._transport is not None and not self._transport.is_closing():
+            head = head_of(status, len(body), content_type, connection + extra)
             self._transport.write(head if request is not None and request.method == b"HEAD" else head + body)
             self._door.responses[status].value += 1
         if self.trace is not None and request is not None:
@@ -269,17 +263,10 @@ class Client(asyncio.Protocol):
 
     def respond_error(self, error: KvcError) -> None:
         """A typed error, in the shape that the clients of the path understand."""
-        status, body = http_body(error)
         if self.trace is not None:
             self.trace.refused(error)
-        if self._current is not None and self._current.path == MESSAGES:
-            body = messages_body(error)
-        extra = b"traceparent: %b\r\n" % self.traceparent
-        if error.retry_after_s:
-            extra += b"retry-after: %d\r\n" % max(1, round(error.retry_after_s))
-        if status == _UNAUTHORIZED:
-            extra += b"www-authenticate: Bearer\r\n"
-        self.respond(status, body, extra=extra)
+        status, body, lines = error_of(error, self._current.path if self._current is not None else b"")
+        self.respond(status, body, extra=b"traceparent: %b\r\n%b" % (self.traceparent, lines))
 
     def splice_head(self, head: Head, extra: bytes, rest: bytes) -> None:
         """The engine's head, with our lines, and the first bytes of its body in one write."""
@@ -358,10 +345,7 @@ class Client(asyncio.Protocol):
 
     def _answer_refusal(self, status: int, message: str, kind: str = "", extra: bytes = b"") -> None:
         self._closing = True
-        kind = kind or KINDS.get(status, "BAD_REQUEST")
-        extra += b"www-authenticate: Bearer\r\n" if status == _UNAUTHORIZED else b""
-        body = msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": status}})
-        self.respond(status, body, extra=extra)
+        self.respond(status, refusal_of(status, message, kind), extra=extra)
 
     def _close(self, *, lingers: bool = True) -> None:
         """Closes when what was written has been sent. What may still come in is read and dropped for a while."""

@@ -16,12 +16,12 @@ from prometheus_client.exposition import choose_encoder
 from kvc.errors import Exhausted, Internal, KvcError, NotFound, TooLarge, Unauthenticated, Unavailable
 from kvc.runtime.config import ConfigError
 from kvc.runtime.logs import event
+from services.router.door.answers import REASONS, refusal_of
 from services.router.door.client import Client
 from services.router.door.conversations import Conversations
 from services.router.door.counts import DoorCounts
 from services.router.door.exchange import Exchange
 from services.router.door.request import ROUTED
-from services.router.door.statuses import REASONS
 from services.router.door.traced import TracedExchange
 from services.router.door.upstream import Upstreams
 from services.router.door.watch import Watch
@@ -313,7 +313,7 @@ _OPEN: Final = frozenset({b"/", b"/health", b"/ready"})  # the page asks for the
 _JSON: Final = b"application/json"
 _AUTHORIZATION: Final = b"authorization"
 _CREDENTIALS: Final = frozenset({_AUTHORIZATION, b"x-api-key"})  # OpenAI's clients send the first, Anthropic's the second
-_NOT_ALLOWED: Final = b'{"error":{"message":"method not allowed","type":"METHOD_NOT_ALLOWED","param":null,"code":405}}'
+_NOT_ALLOWED: Final = refusal_of(405, "method not allowed")
 
 
 def tls_context(cert: Path | None, key: Path | None, client_ca: Path | None) -> ssl.SSLContext | None:
