@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, cast
 from services.router.door.answers import UNAUTHORIZED, error_of, head_of, refusal_of
 from services.router.door.framing import Body
 from services.router.door.parser import HttpRefusedError, RequestParser
-from services.router.door.spans import TRACEPARENT, new_traceparent
+from services.router.door.spans import traceparent_of
 from services.router.door.watch import has_ended
 
 if TYPE_CHECKING:
@@ -221,8 +221,7 @@ class Client(asyncio.Protocol):
         self.status = 0
         tracing = self._door.tracing
         if tracing is None:
-            given = request.header(b"traceparent")
-            self.traceparent = given if given is not None and TRACEPARENT.fullmatch(given) else new_traceparent()
+            self.traceparent = traceparent_of(request)
         else:
             self.traceparent, self.trace = tracing.begin(request)
         self._door.handle(self, request)

@@ -27,15 +27,18 @@ if TYPE_CHECKING:
     from kvc.runtime.spans import SpanLog, Value
     from services.router.door.request import HttpRequest
 
-TRACEPARENT = re.compile(rb"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
+_TRACEPARENT = re.compile(rb"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
 _SAMPLED: Final = 1
 _SPAN_ID_BITS: Final = 64
 _SPAN_ID_MASK: Final = (1 << _SPAN_ID_BITS) - 1
 _FAULT: Final = 500
 
 
-def new_traceparent() -> bytes:
-    """A new trace that nobody records: the id still ties the reply to the engine's log."""
+def traceparent_of(request: HttpRequest) -> bytes:
+    """What a request that nobody records carries on: its own, else a new one, whose id still ties the reply to the engine's log."""
+    given = request.header(b"traceparent")
+    if given is not None and _TRACEPARENT.fullmatch(given) is not None:
+        return given
     raw = b"%048x" % random.getrandbits(192)
     return b"00-%b-%b-00" % (raw[:32], raw[32:])
 
@@ -49,10 +52,10 @@ class Tracing:
 
     def begin(self, request: HttpRequest) -> tuple[bytes, Trace | None]:
         """The traceparent of a request, and its trace when that is recorded. Only what may be routed is traced."""
-        given = request.header(b"traceparent")
-        match = TRACEPARENT.fullmatch(given) if given is not None else None
         if request.path not in ROUTED:
-            return given if given is not None and match is not None else new_traceparent(), None
+            return traceparent_of(request), None
+        given = request.header(b"traceparent")
+        match = _TRACEPARENT.fullmatch(given) if given is not None else None
         if given is not None and match is not None:
             if not int(match[3], 16) & _SAMPLED:
                 return given, None
