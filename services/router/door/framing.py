@@ -58,7 +58,6 @@ class Head:
 
     Attributes:
         status: status code.
-        raw: the head's bytes, empty line included.
         length: content-length, -1 without one.
         chunked: transfer-encoding is chunked.
         keep_alive: the engine keeps the connection open.
@@ -66,7 +65,7 @@ class Head:
         cached_tokens: prompt tokens that nobody prefills, when the engine says so in its head; else -1.
     """
 
-    __slots__ = ("_passed", "cached_tokens", "chunked", "keep_alive", "length", "raw", "status", "until_close")
+    __slots__ = ("_passed", "cached_tokens", "chunked", "keep_alive", "length", "status", "until_close")
 
     def __init__(self, raw: bytes) -> None:
         """Parses a complete head.
@@ -77,7 +76,6 @@ class Head:
         status = _STATUS.match(raw)
         if status is None:
             raise FramingError("no HTTP/1 status line")
-        self.raw = raw
         self.status = int(status[2])
         self.length = self.cached_tokens = -1
         self.chunked = False
