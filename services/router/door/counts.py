@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
+from prometheus_client import Gauge
 
 from kvc.runtime.metrics import Count, CountCollector
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
     from prometheus_client import CollectorRegistry
 
 
-class DoorCounts(Collector):
+class DoorCounts:
     """Replies by status, and connections."""
 
     def __init__(self, registry: CollectorRegistry, statuses: Iterable[int], connections: Callable[[], int]) -> None:
@@ -31,12 +30,7 @@ class DoorCounts(Collector):
         self.responses = _ByStatus(CountCollector("kvc_router_http_responses", text, registry, ("status",), rows).children)
         text = "HTTP connections beyond http.max_connections"
         self.turned_away = CountCollector("kvc_router_http_connections_refused", text, registry).children[()]
-        self._connections = connections
-        registry.register(self)
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        """The gauge."""
-        yield GaugeMetricFamily("kvc_router_http_connections", "Open HTTP connections of clients", value=self._connections())
+        Gauge("kvc_router_http_connections", "Open HTTP connections of clients", registry=registry).set_function(connections)
 
 
 class _ByStatus(dict[int, Count]):
