@@ -42,8 +42,8 @@ class OpsServer:
         """
 
         async def metrics(request: web.Request) -> web.Response:
-            encode, content_type = choose_encoder(request.headers.get("Accept", ""))
-            return web.Response(body=encode(registry), headers={"Content-Type": content_type})
+            body, content_type = exposition(registry, request.headers.get("Accept", ""))
+            return web.Response(body=body, headers={"Content-Type": content_type})
 
         async def health(_request: web.Request) -> web.Response:
             return web.json_response({"status": "ok"})
@@ -68,6 +68,15 @@ class OpsServer:
     async def stop(self) -> None:
         """Closes the port and its connections."""
         await self._runner.cleanup()
+
+
+def exposition(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
+    """The metrics in the form that an Accept header asks for, and the content type of that form."""
+    try:
+        encode, content_type = choose_encoder(accept)
+    except (TypeError, ValueError):  # the library stumbles over versions that are none
+        encode, content_type = choose_encoder("")
+    return encode(registry), content_type
 
 
 def _reason(ready: Callable[[], str | None]) -> str | None:

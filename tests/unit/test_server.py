@@ -156,6 +156,7 @@ async def test_operations_port() -> None:
         assert 'kvc_turns_total{mode="seed"} 0.0' in text
         assert "process_resident_memory_bytes" in text
         assert (await fetch(server.ops_port, "/metrics", Accept="application/openmetrics-text"))[2].startswith("application/openmetrics")
+        assert (await fetch(server.ops_port, "/metrics", Accept="application/openmetrics-text;version=x"))[0] == 200
         assert (await fetch(server.ops_port, "/health"))[0] == 200
         status, text, _ = await fetch(server.ops_port, "/ready")
         assert (status, json.loads(text)) == (503, {"ready": False, "reason": "no decode worker is known"})

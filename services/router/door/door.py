@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
-from prometheus_client.exposition import choose_encoder
 
 from kvc.errors import Exhausted, Internal, KvcError, NotFound, TooLarge, Unauthenticated, Unavailable
 from kvc.runtime.config import ConfigError
 from kvc.runtime.logs import event
+from kvc.runtime.ops import exposition
 from services.router.door.answers import REASONS, refusal_of
 from services.router.door.client import Client
 from services.router.door.conversations import Conversations
@@ -229,11 +229,8 @@ class Door:
         return (200, b'{"ready":true}', _JSON) if reason is None else (503, msgspec.json.encode({"ready": False, "reason": reason}), _JSON)
 
     def _metrics(self, request: HttpRequest) -> tuple[int, bytes, bytes]:
-        try:
-            encode, content_type = choose_encoder((request.header(b"accept") or b"").decode("latin-1"))
-        except (TypeError, ValueError):  # the library stumbles over versions that are none
-            encode, content_type = choose_encoder("")
-        return 200, encode(self._registry), content_type.encode()
+        body, content_type = exposition(self._registry, (request.header(b"accept") or b"").decode("latin-1"))
+        return 200, body, content_type.encode()
 
     def _models(self, _request: HttpRequest) -> tuple[int, bytes, bytes]:
         names = sorted({worker.info.model for worker in self.sigma.decode_workers()})
