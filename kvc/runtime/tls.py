@@ -46,6 +46,28 @@ def channel_credentials(ca: Path, cert: Path | None, key: Path | None) -> grpc.C
     return grpc.ssl_channel_credentials(_authority(ca, "tls_ca"), private, chain)
 
 
+def server_context(cert: Path, key: Path, client_ca: Path | None, protocol: str) -> ssl.SSLContext:
+    """As `server_credentials`, for connections that the event loop itself takes.
+
+    Args:
+        cert: certificate chain.
+        key: its key.
+        client_ca: authority that callers' certificates must be signed by; None = any caller.
+        protocol: the ALPN protocol that is spoken.
+
+    Raises:
+        ConfigError: a file cannot be used; names the setting.
+    """
+    server_credentials(cert, key, client_ca)  # says what is wrong
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(cert, key)
+    context.set_alpn_protocols([protocol])
+    if client_ca is not None:
+        context.load_verify_locations(client_ca)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
 def client_context(ca: Path, cert: Path | None, key: Path | None, protocol: str) -> ssl.SSLContext:
     """As `channel_credentials`, for connections that the event loop itself makes.
 

@@ -254,6 +254,8 @@ def test_certificates_that_cannot_be_used(tmp_path: Path, certificates: Certific
         tls_context(tmp_path / "missing.pem", tmp_path / "missing.pem", None)
     with pytest.raises(ConfigError, match=r"server\.tls_cert"):
         tls_context(certificates.authority, certificates.key, None)
+    with pytest.raises(ConfigError, match=r"^server\.tls_client_ca"):
+        tls_context(certificates.certificate, certificates.key, tmp_path / "missing.pem")
     assert tls_context(None, None, None) is None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import ssl
 import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -16,6 +15,7 @@ from kvc.errors import Exhausted, Internal, KvcError, NotFound, TooLarge, Unauth
 from kvc.runtime.config import ConfigError
 from kvc.runtime.logs import event
 from kvc.runtime.ops import exposition
+from kvc.runtime.tls import server_context
 from services.router.door.answers import REASONS, refusal_of
 from services.router.door.client import Client
 from services.router.door.conversations import Conversations
@@ -27,6 +27,7 @@ from services.router.door.upstream import Upstreams
 from services.router.door.watch import Watch
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Callable
     from pathlib import Path
 
@@ -319,15 +320,4 @@ def tls_context(cert: Path | None, key: Path | None, client_ca: Path | None) -> 
     Raises:
         ConfigError: a file cannot be used.
     """
-    if cert is None:
-        return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(cert, key)
-        context.set_alpn_protocols(["http/1.1"])
-        if client_ca is not None:
-            context.load_verify_locations(client_ca)
-            context.verify_mode = ssl.CERT_REQUIRED
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"server.tls_cert: {error}") from None
-    return context
+    return server_context(cert, key, client_ca, "http/1.1") if cert is not None and key is not None else None
