@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
-from services.router.door.usage import TAIL_BYTES, aborted
+from services.router.door.usage import aborted, tail_of
 from services.router.engines import LINGER_S
 
 if TYPE_CHECKING:
@@ -123,14 +123,14 @@ class DecodeHalf(_Half):
             return False
         self.started = True
         self._message, self._head, self._error_body = b"", None, None
-        self._tail = rest[-TAIL_BYTES:]
+        self._tail = tail_of(b"", rest)
         self._client.splice_head(head, lines, rest)
         return True
 
     def reply_data(self, data: bytes) -> None:
         """More bytes, as they came."""
         if self.started:
-            self._tail = data[-TAIL_BYTES:] if len(data) >= TAIL_BYTES else (self._tail + data)[-TAIL_BYTES:]
+            self._tail = tail_of(self._tail, data)
             self._client.splice(data)
             return
         head, body = self._head, self._error_body
@@ -182,13 +182,13 @@ class PrefillHalf(_Half):
 
     def reply_head(self, head: Head, rest: bytes) -> None:
         """Only the status matters, and whether the engine gave up after all."""
-        self._status, self._tail, self._message = head.status, rest[-TAIL_BYTES:], b""
+        self._status, self._tail, self._message = head.status, tail_of(b"", rest), b""
         if head.status >= _ERROR and self._exchange is not None:
             self._exchange.prefill_failed("prefill-failed", f"HTTP {head.status}", gone=False)
 
     def reply_data(self, data: bytes) -> None:
         """Dropped, but for the end."""
-        self._tail = (self._tail + data)[-TAIL_BYTES:]
+        self._tail = tail_of(self._tail, data)
 
     def reply_end(self) -> None:
         """Done."""

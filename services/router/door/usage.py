@@ -14,6 +14,11 @@ _USAGE = re.compile(
 _ABORTED = re.compile(rb'"finish_reason"\s*:\s*(?:"abort"|\{\s*"type"\s*:\s*"abort")')
 
 
+def tail_of(before: bytes, data: bytes) -> bytes:
+    """The end of what came, after more of it; `before` is the end so far."""
+    return data[-TAIL_BYTES:] if len(data) >= TAIL_BYTES else (before + data)[-TAIL_BYTES:]
+
+
 def counts(tail: bytes) -> dict[bytes, int]:
     """Token counts by the engine's names for them; of a name that occurs twice, the last."""
     return {name: int(value) for name, value in _USAGE.findall(tail)}
