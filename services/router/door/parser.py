@@ -83,8 +83,8 @@ class RequestParser:
         self._parts: list[bytes] = []
         self._buffer: bytearray | None = None
         self.body_bytes = 0
-        self.head_open = False
-        self.in_body = False
+        self._head_open = False
+        self._in_body = False
         self._length = 0
         self._host = False
         self._chunked = False
@@ -95,7 +95,7 @@ class RequestParser:
     @property
     def partial(self) -> bool:
         """True while a request has begun and not come to its end."""
-        return self.head_open or self.in_body
+        return self._head_open or self._in_body
 
     def forget(self) -> None:
         """Lets go of what has come of a request that nobody will see."""
@@ -107,7 +107,7 @@ class RequestParser:
         Raises:
             HttpRefusedError: they are no request, or too large a one; the connection cannot be read any further.
         """
-        self._long = self.head_open or len(data) > self._limits.head_bytes
+        self._long = self._head_open or len(data) > self._limits.head_bytes
         try:
             while True:
                 try:
@@ -119,8 +119,8 @@ class RequestParser:
             raise error.__context__ or error from None
         except httptools.HttpParserError as error:
             raise HttpRefusedError(400, f"malformed request: {error}") from None
-        if self.head_open or self.in_body:
-            if len(self._headers) > self._limits.headers and self.head_open:
+        if self._head_open or self._in_body:
+            if len(self._headers) > self._limits.headers and self._head_open:
                 raise HttpRefusedError(431, "too many headers")
             self._count(len(data))
 
@@ -130,7 +130,7 @@ class RequestParser:
             self._began = False
             return
         self._fed_bytes += size
-        if self.head_open:
+        if self._head_open:
             if self._fed_bytes > self._limits.head_bytes:
                 raise HttpRefusedError(431, f"the head is longer than {self._limits.head_bytes} bytes")
         elif self._chunked and self._fed_bytes > 2 * self._limits.head_bytes + FRAMING_BYTES * self.body_bytes:
@@ -152,7 +152,7 @@ class RequestParser:
 
     def on_message_begin(self) -> None:
         """A request begins."""
-        self.head_open = self._began = True
+        self._head_open = self._began = True
         self._sink.request_begins()
 
     def on_url(self, url: bytes) -> None:
@@ -202,8 +202,8 @@ class RequestParser:
 
     def on_headers_complete(self) -> None:
         """The head is complete."""
-        self.in_body = True
-        self.head_open = False
+        self._in_body = True
+        self._head_open = False
         self._take_headers()
         if self._upgrade and self._parser.should_upgrade() and self._parser.get_method() != b"CONNECT":
             return  # it comes again, without the offer
