@@ -32,12 +32,12 @@ class Noted:
 
     __slots__ = ("attributes", "end_ns", "error", "events", "kind", "name", "parent_id", "span_id", "start_ns")
 
-    def __init__(self, name: str, kind: SpanKind, parent_id: int, attributes: Mapping[str, Value], span_id: int = 0) -> None:
-        """Starts now, under a random id unless one is given."""
+    def __init__(self, name: str, kind: SpanKind, parent_id: int, attributes: Mapping[str, Value]) -> None:
+        """Starts now, under a random id."""
         self.name = name
         self.kind = kind
         self.parent_id = parent_id
-        self.span_id = span_id or random_id()
+        self.span_id = random.getrandbits(64) or 1
         self.attributes = dict(attributes)
         self.events: list[Event] = []
         self.error: str | None = None
@@ -101,8 +101,3 @@ class SpanLog:
             end_time=span.end_ns,
             instrumentation_scope=self._scope,
         )
-
-
-def random_id() -> int:
-    """A span id."""
-    return random.getrandbits(64) or 1
