@@ -25,6 +25,7 @@ from services.router.door.deciding import Deciding
 from services.router.door.halves import CONFLICT, DecodeHalf, PrefillHalf
 from services.router.door.request import message_for, output_tokens_of, payload_of, prompt_of
 from services.router.door.usage import aborted, counts
+from services.router.engines import MAX_ROOM
 from services.router.failures import gave_up, guilty, lost
 from services.router.ports import EngineError
 
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from services.router.door.upstream import Pool
 
 _encode = msgspec.json.Encoder().encode
-_MAX_ROOM = 2**63 - 1
 _ERROR = 400
 _NO_COUNTS: Final[Mapping[bytes, int]] = MappingProxyType({})
 _COUNTED = b'_tokens"'
@@ -86,6 +86,10 @@ class Exchange(Deciding):
     def cached_tokens(self) -> int:
         """Prompt tokens whose KV was reused, as the engine reports; 0 when it does not."""
         return self.usage.get(b"cached_tokens") or self.usage.get(b"cache_read_input_tokens") or 0
+
+    def mesh_s(self, decision: Decision) -> float:
+        """Seconds before engines were asked that were not spent waiting for room."""
+        return max(0.0, self.sent_s - self.arrived_s - decision.queued_s)
 
     # --- deciding -----------------------------------------------------------------------------------------------------------------
 
@@ -160,7 +164,7 @@ class Exchange(Deciding):
         if "session_id" not in self._payload.fields:
             added = b',"session_id":' + _encode(self.session_id)
         if prefill is not None:
-            room = secrets.randbelow(_MAX_ROOM)
+            room = secrets.randbelow(MAX_ROOM)
             host = _encode(prefill.bootstrap_host)
             added += b',"bootstrap_host":%b,"bootstrap_port":%d,"bootstrap_room":%d' % (host, prefill.bootstrap_port, room)
             self._prefill_half = PrefillHalf(self)

@@ -48,7 +48,7 @@ class DoorObserver:
                 cached_tokens=exchange.cached_tokens(),
             )
             now_s = exchange.clock.now_s()
-            mesh_s = max(0.0, exchange.sent_s - exchange.arrived_s - decision.queued_s)
+            mesh_s = exchange.mesh_s(decision)
             result = Result(last, decision, mesh_s, exchange.first_s - exchange.arrived_s, now_s - exchange.arrived_s, mesh_s)
         self._metrics.ended(exchange, decision, end, result, error)
 

@@ -229,8 +229,7 @@ class TracedExchange(Exchange):
         if self.first_s:
             root.attributes["kvc.ttft_s"] = round(self.first_s - self.arrived_s, 6)
         if decision is not None and end is ev.End.COMPLETED:
-            mesh_s = max(0.0, self.sent_s - self.arrived_s - decision.queued_s)
-            root.attributes |= self._usage() | {"kvc.mesh_s": round(mesh_s, 6)}
+            root.attributes |= self._usage() | {"kvc.mesh_s": round(self.mesh_s(decision), 6)}
         if error is not None:
             self._trace.refused(error)
         self._trace.over()
