@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import socket
 import statistics
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from bench.peers.processes import cpu_s, free_ports, spent_s
 from bench.report import Row
 from bench.timing import percentile
 from bench.world import BLOCK_TOKENS, RESERVE_TOKENS, random_chain
@@ -30,7 +30,7 @@ from services.router.config import AgentsConfig
 from services.router.follower import Follower
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable
 
     from kvc.core.dispatch import Answer
     from services.router.door.admission import Asking
@@ -196,28 +196,25 @@ async def _cost(stream: Asking, workers: list[WorkerRef], size: Size, pids: list
 
 async def _round(asking: Asking, workers: list[WorkerRef], size: Size, pids: list[int], questions: int, inflight: int) -> Cost:
     chains = Chains(asking, workers, size, questions, inflight)
-    mine, theirs = time.process_time(), _cpu_s(pids)
+    before, mine = cpu_s(pids), time.process_time()
     await chains.run()
-    mine, theirs = time.process_time() - mine, _cpu_s(pids) - theirs
+    mine = time.process_time() - mine
+    theirs = spent_s(before, cpu_s(pids))
     return Cost(mine / questions * MICRO, theirs / questions * MICRO, percentile(sorted(chains.waited_us), 10))
 
 
 async def _idle(pids: list[int], seconds: float) -> tuple[float, float]:
     """Milliseconds a second: of this process, and of one agent."""
-    mine, theirs = time.process_time(), _cpu_s(pids)
+    before, mine = cpu_s(pids), time.process_time()
     await asyncio.sleep(seconds)
-    mine, theirs = time.process_time() - mine, _cpu_s(pids) - theirs
+    mine = time.process_time() - mine
+    theirs = spent_s(before, cpu_s(pids))
     return mine / seconds * 1e3, theirs / len(pids) / seconds * 1e3
-
-
-def _cpu_s(pids: list[int]) -> float:
-    """CPU seconds of other processes: Linux keeps a clock for each, named by the complement of its number."""
-    return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)
 
 
 @asynccontextmanager
 async def _agents(count: int) -> AsyncIterator[tuple[list[int], tuple[str, ...]]]:
-    ports = list(_free_ports(count))
+    ports = free_ports(count)
     children = [
         subprocess.Popen(  # noqa: ASYNC220 - starting takes no time
             [sys.executable, "-m", "bench.peers.always", "--port", str(port), "--worker-id", f"d{number}", "--url", "http://127.0.0.1:1"]
@@ -231,11 +228,3 @@ async def _agents(count: int) -> AsyncIterator[tuple[list[int], tuple[str, ...]]
             child.terminate()
         for child in children:
             child.wait()
-
-
-def _free_ports(count: int) -> Iterator[int]:
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    for one in held:
-        yield one.getsockname()[1]
-    for one in held:
-        one.close()
