@@ -29,7 +29,7 @@ COMPILED_TESTS := tests/spec tests/scenarios tests/property $(wildcard tests/uni
 .PHONY: help setup protos format check test compile test-compiled demo bench bench-peers clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## the virtual environment .venv with all dependencies
 
