@@ -34,12 +34,15 @@ EXIT_USAGE = 2
 # Sockets are polled by the thread that waits for completions. gRPC's default hands each event over to a pool of other threads: a message
 # there and back then costs a third more CPU on both sides, and two thread switches more until it is answered.
 GRPC_EXPERIMENTS = "-event_engine_poller_for_python"
+KNOWS_EXPERIMENT = "1.81."
+"""The grpcio that was measured. A later one may not know the name any more, and would say so on stderr, which is for JSON."""
 
 
 def prepare_grpc() -> None:
     """Settings of gRPC's core, which reads them once, when it is imported. What the user has set stays. Mutates the environment."""
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # below, it writes what is no JSON to stderr
-    os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)
+    if metadata.version("grpcio").startswith(KNOWS_EXPERIMENT):
+        os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

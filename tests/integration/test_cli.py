@@ -341,3 +341,14 @@ def wait_ready(target: str, worker: str) -> None:
         if any(one["info"]["worker"]["worker_id"] == worker and one["eligible"] for one in listed):
             return
         assert time.monotonic() < ends_s, listed
+
+
+def test_a_grpc_that_was_not_measured_gets_no_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that gRPC does not know is a line on stderr that is no JSON."""
+    for name in ("GRPC_EXPERIMENTS", "GRPC_VERBOSITY"):
+        monkeypatch.setenv(name, "")  # so that what is set below goes with the test
+        monkeypatch.delenv(name)
+    for number, expected in (("1.85.3", None), ("1.81.1", cli.GRPC_EXPERIMENTS)):
+        monkeypatch.setattr(cli.metadata, "version", lambda _, number=number: number)
+        cli.prepare_grpc()
+        assert os.environ.get("GRPC_EXPERIMENTS") == expected
