@@ -349,6 +349,6 @@ def test_a_grpc_that_was_not_measured_gets_no_experiment(monkeypatch: pytest.Mon
         monkeypatch.setenv(name, "")  # so that what is set below goes with the test
         monkeypatch.delenv(name)
     for number, expected in (("1.85.3", None), ("1.81.1", cli.GRPC_EXPERIMENTS)):
-        monkeypatch.setattr(cli.metadata, "version", lambda _, number=number: number)
+        monkeypatch.setattr("importlib.metadata.version", lambda _, number=number: number)
         cli.prepare_grpc()
         assert os.environ.get("GRPC_EXPERIMENTS") == expected
