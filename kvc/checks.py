@@ -6,14 +6,10 @@ No gRPC and no protobuf: the engine's side of the link uses the same checks as t
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from kvc.core.blocks import HASH_BYTES, unpack_hashes
+from kvc.core.blocks import HASH_BYTES
 from kvc.errors import InvalidField
-
-if TYPE_CHECKING:
-    from kvc.core.blocks import Chain
 
 MAX_SESSION_ID_BYTES = 256
 MAX_ID_CHARS = 128
@@ -85,7 +81,7 @@ def rate(value: float, field: str) -> float:
     return value
 
 
-def chain(packed: bytes, field: str, input_tokens: int, block_tokens: int) -> Chain:
+def packed_chain(packed: bytes, field: str, input_tokens: int, block_tokens: int) -> bytes:
     """Packed block hashes of a prompt of `input_tokens` tokens: at most one for each of its full blocks."""
     if len(packed) > MAX_HASHES_BYTES:
         raise InvalidField(f"must be at most {MAX_HASHES_BYTES} bytes, is {len(packed)}", field=field)
@@ -94,7 +90,7 @@ def chain(packed: bytes, field: str, input_tokens: int, block_tokens: int) -> Ch
     blocks, most = len(packed) // HASH_BYTES, input_tokens // block_tokens
     if blocks > most:
         raise InvalidField(f"has {blocks} blocks, but {input_tokens} tokens make {most} full blocks of {block_tokens}", field=field)
-    return unpack_hashes(packed)
+    return packed
 
 
 def _short(value: int) -> str:

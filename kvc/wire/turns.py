@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 
 from kvc import checks
-from kvc.core.blocks import pack_hashes
+from kvc.core.blocks import pack_hashes, unpack_hashes
 from kvc.core.types import Admission, Attempt, Facts, PrefillOffer, Rejection, Turn, WorkerRef
 from kvc.errors import InvalidField, error_for
 from kvc.v1 import admission_pb2, types_pb2
@@ -48,43 +48,6 @@ def ref_from_pb(pb: types_pb2.WorkerRef, field: str = "worker") -> WorkerRef:
         InvalidField: worker_id is not 1 to 128 printable ASCII characters.
     """
     return WorkerRef(checks.identifier(pb.worker_id, f"{field}.worker_id"), pb.epoch)
-
-
-def turn_from_pb(pb: types_pb2.Turn, block_tokens: int, field: str = "turn") -> Turn:
-    """Turn.
-
-    Args:
-        pb: the message.
-        block_tokens: routing block, tokens; bounds the number of hashes.
-        field: path of the message.
-
-    Raises:
-        InvalidField: a field is out of its range.
-    """
-    input_tokens = checks.count(pb.input_tokens, f"{field}.input_tokens", 1, checks.MAX_TOKENS)
-    return Turn(
-        session_id=checks.session_id(pb.session_id, f"{field}.session_id"),
-        turn_index=pb.turn_index,
-        chain=checks.chain(pb.block_hashes, f"{field}.block_hashes", input_tokens, block_tokens),
-        input_tokens=input_tokens,
-        output_reserve_tokens=checks.count(pb.output_reserve_tokens, f"{field}.output_reserve_tokens", 0, checks.MAX_TOKENS),
-        known_session=pb.known_session,
-        new_tokens=checks.count(pb.new_tokens, f"{field}.new_tokens", 0, input_tokens),
-    )
-
-
-def offer_from_pb(pb: types_pb2.PrefillOffer, input_tokens: int, field: str = "offer") -> PrefillOffer:
-    """PrefillOffer for a prompt of `input_tokens` tokens.
-
-    Raises:
-        InvalidField: a number is not finite or out of its range.
-    """
-    return PrefillOffer(
-        backlog_s=checks.amount(pb.backlog_s, f"{field}.backlog_s"),
-        prefill_tokens_per_s=checks.rate(pb.prefill_tokens_per_s, f"{field}.prefill_tokens_per_s"),
-        transfer_tokens_per_s=checks.rate(pb.transfer_tokens_per_s, f"{field}.transfer_tokens_per_s"),
-        matched_tokens=checks.count(pb.matched_tokens, f"{field}.matched_tokens", 0, input_tokens),
-    )
 
 
 def admit_request_to_pb(
@@ -147,8 +110,38 @@ def admit_request_into(
         pb.traceparent = traceparent
 
 
+def check_admit_request(pb: admission_pb2.AdmitRequest, block_tokens: int) -> None:
+    """Checks all of an AdmitRequest: what passes may be taken as it is.
+
+    Args:
+        pb: the message.
+        block_tokens: routing block of the mesh, tokens; bounds the number of hashes.
+
+    Raises:
+        InvalidField: a field is missing or out of its range.
+    """
+    if not (pb.HasField("attempt") and pb.HasField("worker") and pb.HasField("turn")):
+        raise InvalidField("is required", field=next(name for name in ("attempt", "worker", "turn") if not pb.HasField(name)))
+    checks.identifier(pb.attempt.request_id, "attempt.request_id")
+    checks.identifier(pb.worker.worker_id, "worker.worker_id")
+    turn = pb.turn
+    input_tokens = checks.count(turn.input_tokens, "turn.input_tokens", 1, checks.MAX_TOKENS)
+    checks.session_id(turn.session_id, "turn.session_id")
+    checks.packed_chain(turn.block_hashes, "turn.block_hashes", input_tokens, block_tokens)
+    checks.count(turn.output_reserve_tokens, "turn.output_reserve_tokens", 0, checks.MAX_TOKENS)
+    checks.count(turn.new_tokens, "turn.new_tokens", 0, input_tokens)
+    if pb.HasField("offer"):
+        offer = pb.offer
+        checks.amount(offer.backlog_s, "offer.backlog_s")
+        checks.rate(offer.prefill_tokens_per_s, "offer.prefill_tokens_per_s")
+        checks.rate(offer.transfer_tokens_per_s, "offer.transfer_tokens_per_s")
+        checks.count(offer.matched_tokens, "offer.matched_tokens", 0, input_tokens)
+    checks.count(pb.deadline_ms, "deadline_ms", 0, checks.MAX_DEADLINE_MS)
+    checks.text(pb.traceparent, "traceparent", 0, checks.MAX_TRACEPARENT_BYTES)
+
+
 def admit_request_to_core(pb: admission_pb2.AdmitRequest, block_tokens: int) -> tuple[Attempt, WorkerRef, Turn, PrefillOffer | None]:
-    """AdmitRequest, all of it checked, also `deadline_ms` and `traceparent`, which the caller reads from the message.
+    """AdmitRequest; `deadline_ms` and `traceparent` the caller reads from the message.
 
     Args:
         pb: the message.
@@ -157,25 +150,36 @@ def admit_request_to_core(pb: admission_pb2.AdmitRequest, block_tokens: int) -> 
     Raises:
         InvalidField: a field is missing or out of its range.
     """
-    for field in ("attempt", "worker", "turn"):
-        if not pb.HasField(field):
-            raise InvalidField("is required", field=field)
-    attempt, worker = attempt_from_pb(pb.attempt), ref_from_pb(pb.worker)
-    turn = turn_from_pb(pb.turn, block_tokens)
-    offer = offer_from_pb(pb.offer, turn.input_tokens) if pb.HasField("offer") else None
-    checks.count(pb.deadline_ms, "deadline_ms", 0, checks.MAX_DEADLINE_MS)
-    checks.text(pb.traceparent, "traceparent", 0, checks.MAX_TRACEPARENT_BYTES)
-    return attempt, worker, turn, offer
+    check_admit_request(pb, block_tokens)
+    asked, offered = pb.turn, pb.offer
+    turn = Turn(
+        session_id=asked.session_id,
+        turn_index=asked.turn_index,
+        chain=unpack_hashes(asked.block_hashes),
+        input_tokens=asked.input_tokens,
+        output_reserve_tokens=asked.output_reserve_tokens,
+        known_session=asked.known_session,
+        new_tokens=asked.new_tokens,
+    )
+    offer = PrefillOffer(
+        backlog_s=offered.backlog_s,
+        prefill_tokens_per_s=offered.prefill_tokens_per_s,
+        transfer_tokens_per_s=offered.transfer_tokens_per_s,
+        matched_tokens=offered.matched_tokens,
+    )
+    attempt, worker = Attempt(pb.attempt.request_id, pb.attempt.attempt_number), WorkerRef(pb.worker.worker_id, pb.worker.epoch)
+    return attempt, worker, turn, offer if pb.HasField("offer") else None
 
 
 def facts_to_pb(facts: Facts) -> types_pb2.Facts:
     """Facts, the part that travels."""
     pb = types_pb2.Facts()
-    _facts_into(pb, facts)
+    facts_into(pb, facts)
     return pb
 
 
-def _facts_into(pb: types_pb2.Facts, facts: Facts) -> None:
+def facts_into(pb: types_pb2.Facts, facts: Any) -> None:
+    """As `facts_to_pb`, into an empty message, from Facts or from a message of the engine link, whose fields are named alike."""
     pb.capacity_tokens = facts.capacity_tokens
     pb.held_tokens = facts.held_tokens
     pb.reserved_tokens = facts.reserved_tokens
@@ -219,32 +223,31 @@ def outcome_to_pb(outcome: Outcome, attempt: Attempt, worker: WorkerRef, facts: 
         worker: who answers.
         facts: what the answer was based on; None when the worker was not asked (stale epoch).
     """
-    pb = admission_pb2.AdmitResponse()
-    outcome_into(pb, outcome, attempt, worker, facts)
+    pb = admission_pb2.AdmitResponse(attempt=attempt_to_pb(attempt), worker=ref_to_pb(worker))
+    if facts is not None:
+        facts_into(pb.facts, facts)
+    if isinstance(outcome, Admission):
+        admission_into(pb.admission, outcome)
+    else:
+        rejection_into(pb.rejection, outcome)
     return pb
 
 
-def outcome_into(
-    pb: admission_pb2.AdmitResponse, outcome: Outcome, attempt: Attempt, worker: WorkerRef, facts: Facts | None = None
-) -> None:
-    """As `outcome_to_pb`, into an empty message that is part of another: a message that is handed over is copied, field by field."""
-    pb.attempt.request_id, pb.attempt.attempt_number = attempt
-    pb.worker.worker_id, pb.worker.epoch = worker
-    if facts is not None:
-        _facts_into(pb.facts, facts)
-    if isinstance(outcome, Admission):
-        yes = pb.admission
-        yes.mode = MODE_TO_PB[outcome.mode]
-        yes.executor = EXECUTOR_TO_PB[outcome.executor]
-        yes.ticket = outcome.ticket
-        yes.ttl_s = outcome.ttl_s
-        yes.append_tokens = outcome.append_tokens
-        yes.need_tokens = outcome.need_tokens
-    else:
-        no = pb.rejection
-        no.reason = REASON_TO_PB[outcome.reason]
-        no.retry_after_s = outcome.retry_after_s
-        no.terminal = outcome.terminal
+def admission_into(pb: types_pb2.Admission, yes: Any) -> None:
+    """Into an empty message, from Admission or from a message of the engine link, whose fields are named alike."""
+    pb.mode = MODE_TO_PB[yes.mode]
+    pb.executor = EXECUTOR_TO_PB[yes.executor]
+    pb.ticket = yes.ticket
+    pb.ttl_s = yes.ttl_s
+    pb.append_tokens = yes.append_tokens
+    pb.need_tokens = yes.need_tokens
+
+
+def rejection_into(pb: types_pb2.Rejection, no: Any) -> None:
+    """Into an empty message, from Rejection or from a message of the engine link, whose fields are named alike."""
+    pb.reason = REASON_TO_PB[no.reason]
+    pb.retry_after_s = no.retry_after_s
+    pb.terminal = no.terminal
 
 
 def outcome_from_pb(pb: admission_pb2.AdmitResponse) -> Outcome:

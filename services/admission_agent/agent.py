@@ -11,8 +11,8 @@ from kvc.core.types import Reason
 from kvc.engine.link import ListSessions, Load, Release
 from kvc.errors import Exhausted, KvcError, Precondition
 from services.admission_agent.life import ADMIT
-from services.admission_agent.replies import load_of, released_of, sessions_of
-from services.admission_agent.translation import Answer, checked
+from services.admission_agent.replies import decision_of, load_of, released_of, sessions_of
+from services.admission_agent.translation import Answer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -111,7 +111,7 @@ class _Admission(_Call[Answer]):
     __slots__ = ()
 
     def _read(self, reply: ReplyBody) -> Answer:
-        return Answer(self.ref, checked(reply))
+        return Answer(self.ref, decision_of(reply))
 
 
 class _Release(_Call[bool]):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvc import checks
 from kvc.engine import link
-from kvc.engine.convert import facts_from_link, outcome_from_link
+from kvc.engine.convert import check_outcome, facts_from_link
 from kvc.errors import Internal, InvalidField
 from kvc.v1 import admission_pb2
 from kvc.wire import load_to_pb
@@ -15,22 +15,24 @@ from kvc.wire import load_to_pb
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvc.core.types import Facts, Outcome
     from kvc.v1 import types_pb2
 
 ENGINE_PROTOCOL = "ENGINE_PROTOCOL"
 
 
-def outcome_of(reply: link.ReplyBody) -> tuple[Outcome, Facts]:
+def decision_of(reply: link.ReplyBody) -> link.Admitted | link.Refused:
     """The answer to Admit.
 
     Raises:
-        Internal: it is none.
+        Internal: it is none, or a field of it is out of its range.
     """
-    if isinstance(reply, link.Admitted | link.Refused):
-        with _engine_fault():
-            return outcome_from_link(reply)
-    raise _odd("Admit", reply)
+    if not isinstance(reply, (link.Admitted, link.Refused)):
+        raise _odd("Admit", reply)
+    try:
+        check_outcome(reply)
+    except InvalidField as error:
+        raise _fault(error) from error
+    return reply
 
 
 def released_of(reply: link.ReplyBody) -> bool:
@@ -90,7 +92,11 @@ def _engine_fault() -> Iterator[None]:
     try:
         yield
     except InvalidField as error:
-        raise Internal(f"the engine's answer: {error}", reason=ENGINE_PROTOCOL) from error
+        raise _fault(error) from error
+
+
+def _fault(error: InvalidField) -> Internal:
+    return Internal(f"the engine's answer: {error}", reason=ENGINE_PROTOCOL)
 
 
 def _odd(call: str, reply: object) -> Internal:

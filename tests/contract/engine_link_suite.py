@@ -19,11 +19,11 @@ import pytest
 from kvc.core.blocks import hash_chain, pack_tokens, resident_blocks
 from kvc.core.types import Admission, Attempt, Executor, Mode, Reason, Rejection, Turn
 from kvc.engine import link
-from kvc.engine.convert import admit_to_link
+from kvc.engine.convert import admit_to_link, outcome_from_link
 from kvc.errors import InvalidField, KvcError, Unavailable
 from services.admission_agent.config import AgentConfig, EngineConfig, ResidencyConfig
 from services.admission_agent.life import accept
-from services.admission_agent.replies import load_of, outcome_of, released_of, sessions_of
+from services.admission_agent.replies import decision_of, load_of, released_of, sessions_of
 from services.admission_agent.residency import Residency
 from tests.support.follower_model import FollowerModel
 from tests.support.waiting import until
@@ -86,7 +86,7 @@ class Talk:
     async def admit(self, session_id: str, tokens: list[int], request_id: str = "", **fields: Any) -> tuple[Outcome, Facts]:
         turn = Turn(session_id, fields.pop("turn_index", 0), self.chain(tokens), len(tokens), fields.pop("reserve", 8), **fields)
         attempt = Attempt(request_id or f"request-{next(self._numbers)}", 0)
-        return outcome_of(await self.link.call(admit_to_link(attempt, turn, None), WAIT_S))
+        return outcome_from_link(decision_of(await self.link.call(admit_to_link(attempt, turn, None), WAIT_S)))
 
     async def admitted(self, session_id: str, tokens: list[int], request_id: str = "", **fields: Any) -> Admission:
         outcome, _ = await self.admit(session_id, tokens, request_id, **fields)

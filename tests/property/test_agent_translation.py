@@ -1,4 +1,4 @@
-"""Admit on its way through the agent: the short way says what the long way through the core says, whatever comes in."""
+"""Admit on its way through the agent: straight from message to message is as through the core, whatever comes in."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from kvc.engine import link
 from kvc.engine.convert import admit_to_link, outcome_from_link
 from kvc.errors import Internal, InvalidField
 from kvc.v1 import admission_pb2, types_pb2
-from services.admission_agent.translation import Answer, admit_from_pb, answer_into, checked
+from services.admission_agent.replies import decision_of
+from services.admission_agent.translation import Answer, admit_from_pb, answer_into
 from tests.support.wire_values import BLOCK_TOKENS, admissions, attempts, facts, offers, refs, rejections, turns, u32
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def reply_of(outcome: Outcome, known: Facts) -> link.Admitted | link.Refused:
 def test_an_answer_of_the_engine_is_written_as_on_the_long_way(outcome: Outcome, known: Facts, attempt: Attempt, worker: WorkerRef) -> None:
     reply = reply_of(outcome, known)
     pb = admission_pb2.AdmitResponse()
-    answer_into(pb, wire.attempt_to_pb(attempt), Answer(worker, checked(reply)))
+    answer_into(pb, wire.attempt_to_pb(attempt), Answer(worker, decision_of(reply)))
     assert pb == wire.outcome_to_pb(*outcome_from_link(reply)[:1], attempt, worker, outcome_from_link(reply)[1])
 
 
@@ -130,14 +131,14 @@ def test_an_answer_that_makes_no_sense_is_the_engines_fault(reply: link.Admitted
         outcome_from_link(reply)
     except InvalidField as error:
         with pytest.raises(Internal, match=re.escape(error.field)) as caught:
-            checked(reply)
+            decision_of(reply)
         assert caught.value.reason == "ENGINE_PROTOCOL"
     else:
-        assert checked(reply) is reply
+        assert decision_of(reply) is reply
 
 
 @pytest.mark.parametrize("reply", [link.Released(released=True), link.LoadReport(link.LinkFacts(1))])
 def test_something_else_is_no_answer(reply: link.ReplyBody) -> None:
     with pytest.raises(Internal) as caught:
-        checked(reply)
+        decision_of(reply)
     assert caught.value.reason == "ENGINE_PROTOCOL"
