@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvc.engine import link
+from kvc.runtime.asking import answer_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -198,16 +199,7 @@ class LinkClient:
             LinkTimeout: no reply within `timeout_s`; the connection stays usable.
             LinkError: the connection is gone.
         """
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        asked = self.ask(body, lambda reply: None if future.done() else future.set_result(reply), timeout_s)
-        try:
-            reply = await future
-        finally:
-            if asked is not None:
-                asked.cancel()
-        if isinstance(reply, LinkError):
-            raise reply
-        return reply
+        return await answer_of(lambda answered: self.ask(body, answered, timeout_s))
 
     def _late(self, number: int, name: str, timeout_s: float) -> None:
         self._calls.pop(number).answered(LinkTimeout(f"no answer to {name} within {timeout_s} s"))

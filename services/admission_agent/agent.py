@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
     from kvc.core.types import WorkerInfo, WorkerRef
     from kvc.engine.link import ReplyBody
+    from kvc.runtime.asking import Pending
     from kvc.v1 import admission_pb2, types_pb2
     from services.admission_agent.connection import EngineConnection
     from services.admission_agent.life import Life
-    from services.admission_agent.ports import Pending
     from services.admission_agent.translation import Ask
 
 
@@ -43,27 +43,6 @@ class Admitter(Protocol):
             The question, to cancel it; None when it is answered already.
         """
         ...
-
-
-async def answer_of(ask: Callable[[Callable[[Result | KvcError], None]], Pending | None]) -> Result:
-    """Asks and waits.
-
-    Args:
-        ask: asks; is given what takes the answer.
-
-    Raises:
-        KvcError: that was the answer.
-    """
-    future: asyncio.Future[Result | KvcError] = asyncio.get_running_loop().create_future()
-    pending = ask(lambda result: None if future.done() else future.set_result(result))
-    try:
-        result = await future
-    finally:
-        if pending is not None:
-            pending.cancel()
-    if isinstance(result, KvcError):
-        raise result
-    return result
 
 
 class _Call(Generic[Result]):

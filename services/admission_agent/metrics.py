@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
     from kvc.engine.link import EventBody, ReplyBody, RequestBody, Welcome
     from kvc.errors import KvcError
+    from kvc.runtime.asking import Pending
     from kvc.v1 import types_pb2
     from services.admission_agent.agent import AdmissionAgent
     from services.admission_agent.connection import EngineConnection
-    from services.admission_agent.ports import EngineConnector, EngineLink, Pending
+    from services.admission_agent.ports import EngineConnector, EngineLink
     from services.admission_agent.residency import Residency
 
 # Admit takes about a millisecond: finer than the mesh's common buckets at that end.

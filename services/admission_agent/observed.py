@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
     from opentelemetry.trace import Span
 
+    from kvc.runtime.asking import Pending
     from kvc.runtime.telemetry import Telemetry
     from services.admission_agent.agent import Admitter
     from services.admission_agent.metrics import AdmitMetrics
-    from services.admission_agent.ports import Pending
     from services.admission_agent.translation import Answer, Ask
 
 logger = logging.getLogger(__name__)

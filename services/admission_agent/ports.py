@@ -9,14 +9,7 @@ if TYPE_CHECKING:
 
     from kvc.engine.link import EventBody, ReplyBody, RequestBody, Welcome
     from kvc.errors import KvcError
-
-
-class Pending(Protocol):
-    """A question on its way."""
-
-    def cancel(self) -> object:
-        """Nobody waits any more: the answer is dropped when it comes. Nothing happens once there is one."""
-        ...
+    from kvc.runtime.asking import Pending
 
 
 class EngineLink(Protocol):

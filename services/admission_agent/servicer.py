@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvc import checks
 from kvc.core.types import WorkerRef
+from kvc.runtime.asking import answer_of
 from kvc.runtime.logs import event
 from kvc.v1 import admission_pb2, admission_pb2_grpc
 from kvc.wire import attempt_from_pb, ref_from_pb, ref_to_pb, worker_info_to_pb
-from services.admission_agent.agent import answer_of
 from services.admission_agent.deadlines import child_timeout_s
 from services.admission_agent.stream import AdmitStream
 from services.admission_agent.translation import Ask, admit_from_pb, answer_into
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     import grpc.aio
 
     from kvc.errors import KvcError
+    from kvc.runtime.asking import Pending
     from services.admission_agent.agent import AdmissionAgent, Admitter
     from services.admission_agent.config import AgentConfig
-    from services.admission_agent.ports import Pending
     from services.admission_agent.residency import Residency
     from services.admission_agent.translation import Answer
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
+    from kvc.runtime.asking import Pending
     from kvc.v1 import types_pb2
-    from services.admission_agent.ports import Pending
     from services.admission_agent.translation import Answer
 
 logger = logging.getLogger(__name__)

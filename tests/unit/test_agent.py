@@ -13,7 +13,8 @@ from kvc.core.types import Admission, Attempt, Executor, Mode, PrefillOffer, Rea
 from kvc.engine import link
 from kvc.engine.convert import admit_to_link, outcome_from_link
 from kvc.errors import DeadlineExceeded, Exhausted, Internal, KvcError, Precondition, Unavailable
-from services.admission_agent.agent import AdmissionAgent, answer_of
+from kvc.runtime.asking import answer_of
+from services.admission_agent.agent import AdmissionAgent
 from services.admission_agent.config import AgentConfig, EngineConfig
 from services.admission_agent.deadlines import child_timeout_s
 from services.admission_agent.life import Life, accept

@@ -17,8 +17,8 @@ from kvc.core.types import Attempt, Reason, WorkerRef
 from kvc.engine import link
 from kvc.engine.convert import admit_to_link
 from kvc.errors import Exhausted, KvcError
+from kvc.runtime.asking import answer_of
 from kvc.runtime.telemetry import Telemetry, traceparent
-from services.admission_agent.agent import answer_of
 from services.admission_agent.metrics import AdmitMetrics
 from services.admission_agent.observed import ObservedAdmitter
 from services.admission_agent.translation import Answer, Ask
@@ -28,7 +28,7 @@ from tests.support.fake_engine import facts
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from services.admission_agent.ports import Pending
+    from kvc.runtime.asking import Pending
 
 Reply = link.Admitted | link.Refused | Reason
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from kvc.engine.link import EventBody, ReplyBody, RequestBody, Welcome
     from kvc.errors import KvcError
-    from services.admission_agent.ports import Pending
+    from kvc.runtime.asking import Pending
 
 ENGINE_AWAY = "ENGINE_AWAY"
 
