@@ -194,6 +194,52 @@ def test_never_more_is_sent_than_the_peer_has_room_for_and_nothing_is_lost(
     talking(play)
 
 
+@pytest.mark.parametrize("most", [16_384, 1 << 20, 2**24 - 1, 2**32 - 1])
+async def test_frames_stay_short_whatever_the_peer_would_take(most: int) -> None:
+    talk = Talk()
+    talk.hear(setting(5, most), setting(4, 2**31 - 1), room(2**31 - 1 - 65_535, 0))
+    talk.said()
+    body = bytes(17 << 20)
+    talk.call.send(body)
+    sent = [payload for kind, _, _, payload in talk.said() if kind == 0]
+    assert max(map(len, sent)) == 16_384
+    assert b"".join(sent) == message(body)
+    assert talk.ends == []
+    talk.end()
+
+
+@pytest.mark.parametrize(
+    "trailers",
+    [
+        [frame(1, b"\0\x0bgrpc-status\x0216", 5)],
+        [frame(1, b"\x88", 4), frame(0, message(b"last")), frame(1, b"\0\x0bgrpc-status\x0214", 5)],
+        [frame(1, b"\0\x0bgrpc-", 1), frame(9, b"status\x0216", 4)],
+        [frame(1, b"\x02" + bytes(5) + b"\x88" + bytes(2), 0x2D)],
+    ],
+    ids=["at once", "after an answer", "continued", "padded, with a priority"],
+)
+async def test_a_status_ends_the_call_however_it_comes(trailers: list[bytes]) -> None:
+    talk = Talk()
+    talk.hear(setting(3, 1), *trailers)
+    assert talk.ends == ["the peer ended the call"]
+    assert talk.received == [b"last"][: len(trailers) // 3]
+    assert talk.wire.closed
+
+
+async def test_padding_takes_room_like_data() -> None:
+    talk = Talk()
+    talk.hear(setting(3, 1))
+    talk.said()
+    one = b"\xff" + message(b"x" * 10) + bytes(255)
+    granted = 0
+    for _ in range(4200):
+        talk.hear(frame(0, one, 8))
+        granted += sum(int.from_bytes(payload, "big") for kind, _, stream, payload in talk.said() if (kind, stream) == (8, 1))
+    assert talk.received == [b"x" * 10] * 4200
+    assert 4200 * len(one) - (1 << 20) <= granted <= 4200 * len(one)
+    talk.end()
+
+
 async def test_who_waits_for_room_is_told_when_there_is_some() -> None:
     talk = Talk()
     talk.hear(setting(3, 1))

@@ -26,14 +26,13 @@ END_HEADERS: Final = 0x4
 PADDED: Final = 0x8
 ENABLE_PUSH: Final = 2
 INITIAL_WINDOW_SIZE: Final = 4
-MAX_FRAME_SIZE: Final = 5
 CANCEL: Final = 8
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 ALPN: Final = "h2"
 CALL: Final = 1
 """The only stream there is."""
 FRAME_BYTES: Final = 16_384
-"""Longest payload of a frame: HTTP/2's default, which this end never raises."""
+"""Longest payload of a frame: HTTP/2's default, which every peer takes and this end never raises."""
 DEFAULT_WINDOW: Final = 65_535
 MAX_WINDOW: Final = 2**31 - 1
 WINDOW: Final = 4 << 20
@@ -94,7 +93,6 @@ class Duplex(asyncio.Protocol):
         self._connection_window = DEFAULT_WINDOW
         self._call_window = DEFAULT_WINDOW
         self._initial_window = DEFAULT_WINDOW
-        self._frame_bytes = FRAME_BYTES
         self._taken = 0
         self._heard = False
         self._pinged = False
@@ -287,8 +285,6 @@ class Duplex(asyncio.Protocol):
                     raise Broken("a window beyond all bounds")
                 self._call_window += value - self._initial_window
                 self._initial_window = value
-            elif name == MAX_FRAME_SIZE:
-                self._frame_bytes = max(FRAME_BYTES, value)
         self._write(_frame(SETTINGS, ACK, 0))
         if not self.open.done():
             self.open.set_result(None)
@@ -315,7 +311,7 @@ class Duplex(asyncio.Protocol):
         """Sends what the peer has room for."""
         outgoing = self._outgoing
         while outgoing and not self._paused and not self._over:
-            room = min(self._connection_window, self._call_window, self._frame_bytes, len(outgoing))
+            room = min(self._connection_window, self._call_window, FRAME_BYTES, len(outgoing))
             if room <= 0:
                 return
             self._connection_window -= room
