@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 MAX_FOLLOWER_BYTES = 128
 DEFAULT_SESSIONS = 1000
 MAX_SESSIONS = 10_000
-MAX_TRACEPARENT_BYTES = 64
 
 
 class AdmissionServicer(admission_pb2_grpc.AdmissionServiceServicer):
@@ -169,6 +168,6 @@ class AdmissionServicer(admission_pb2_grpc.AdmissionServiceServicer):
 def _traceparent(context: Context) -> str:
     """The caller's trace context from the call's metadata; an oversized one is none."""
     for key, value in context.invocation_metadata() or ():
-        if key == "traceparent" and isinstance(value, str) and len(value) <= MAX_TRACEPARENT_BYTES:
+        if key == "traceparent" and isinstance(value, str) and len(value) <= checks.MAX_TRACEPARENT_BYTES:
             return value
     return ""

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 from collections import deque
 from typing import TYPE_CHECKING
 
 from google.protobuf.message import DecodeError
 
 from kvc import wire
+from kvc.core.blocks import HASH_BYTES
 from kvc.core.dispatch import Unreachable
 from kvc.core.types import Attempt
+from kvc.runtime.backoff import pause_s
 from kvc.v1 import admission_pb2
 from services.router.adapters.agents import answer_of
 from services.router.adapters.duplex import Broken
@@ -37,9 +38,8 @@ if TYPE_CHECKING:
 MAX_BATCH = 512
 MAX_BATCH_BYTES = 1 << 20
 QUESTION_BYTES = 512
-HASH_BYTES = 8
 HOLD_S = 0.002
-RETRY_BASE_S = 0.05
+RETRY_BASE_S = 0.1
 RETRY_CAP_S = 1.0
 
 
@@ -146,8 +146,7 @@ class AgentStream:
                 await self._converse()
             self._broken()
             failures = 1 if self._answers > answers else failures + 1
-            bound = min(RETRY_CAP_S, RETRY_BASE_S * 2.0 ** min(failures, 8))
-            await asyncio.sleep(random.uniform(bound / 2, bound))  # noqa: S311 - spreads reconnects, guards nothing
+            await asyncio.sleep(pause_s(failures, RETRY_BASE_S, RETRY_CAP_S, least=0.5))
 
     async def _converse(self) -> None:
         """One life of the stream."""
