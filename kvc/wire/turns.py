@@ -27,13 +27,13 @@ def attempt_to_pb(attempt: Attempt) -> types_pb2.Attempt:
     return types_pb2.Attempt(request_id=attempt.request_id, attempt_number=attempt.attempt_number)
 
 
-def attempt_from_pb(pb: types_pb2.Attempt, field: str = "attempt") -> Attempt:
+def attempt_from_pb(pb: types_pb2.Attempt) -> Attempt:
     """Attempt.
 
     Raises:
         InvalidField: request_id is not 1 to 128 printable ASCII characters.
     """
-    return Attempt(checks.identifier(pb.request_id, f"{field}.request_id"), pb.attempt_number)
+    return Attempt(checks.identifier(pb.request_id, "attempt.request_id"), pb.attempt_number)
 
 
 def ref_to_pb(ref: WorkerRef) -> types_pb2.WorkerRef:
@@ -193,7 +193,7 @@ def facts_into(pb: types_pb2.Facts, facts: Any) -> None:
     pb.queued_tokens = facts.queued_tokens
 
 
-def facts_from_pb(pb: types_pb2.Facts, field: str = "facts") -> Facts:
+def facts_from_pb(pb: types_pb2.Facts) -> Facts:
     """Facts; what does not travel keeps its default.
 
     Raises:
@@ -206,8 +206,8 @@ def facts_from_pb(pb: types_pb2.Facts, field: str = "facts") -> Facts:
         evictable_tokens=pb.evictable_tokens,
         matched_tokens=pb.matched_tokens,
         host_matched_tokens=pb.host_matched_tokens,
-        load_back_s=checks.amount(pb.load_back_s, f"{field}.load_back_s"),
-        prefill_backlog_s=checks.amount(pb.prefill_backlog_s, f"{field}.prefill_backlog_s"),
+        load_back_s=checks.amount(pb.load_back_s, "facts.load_back_s"),
+        prefill_backlog_s=checks.amount(pb.prefill_backlog_s, "facts.prefill_backlog_s"),
         running=pb.running,
         pending_transfers=pb.pending_transfers,
         queued_tokens=pb.queued_tokens,
