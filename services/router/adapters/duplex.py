@@ -4,9 +4,9 @@
     open         the peer has sent its settings: messages may be sent
     over         `ended` has been called with why; nothing more happens
 
-A message there and back through gRPC's core crosses two threads and costs its caller 60 to 150 microseconds; here it is one write, one
-read and 20 to 60. What makes it short: one call a connection, so there are no streams to keep apart; the headers that are sent are literal,
-and of those that come all that matters is whether they end the call.
+A message there and back through gRPC's core crosses two threads; here it is one write and one read, and costs about 0.6 of the CPU time
+(docs/dependencies.md has the numbers). What makes it short: one call a connection, so there are no streams to keep apart; the headers
+that are sent are literal, and of those that come all that matters is whether they end the call.
 """
 
 from __future__ import annotations
